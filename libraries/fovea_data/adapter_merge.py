@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 from fovea.runtime.model_files import read_json
 from fovea.wire.conventions import EXPERTS_NOTE, PEFT_READS_EXPERTS_OF
 from fovea.wire.errors import InvalidInput
-from fovea_data.base_model import copy_small_files, is_tied
+from fovea_data.base_model import copy_small_files, is_tied, trained_part
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -82,7 +82,7 @@ def merge_adapter(
             field="base",
         )
     with ExitStack() as files:
-        stored = _Base(base, config, files)
+        stored = _Base(base, files)
         factors = _Factors(adapter, files)
         plan = list(stored.plan(factors))
         if left := factors.unused():
@@ -232,15 +232,16 @@ class _Factors:
 class _Base:
     """The files of a checkpoint, with the place of each of their tensors in the model of transformers."""
 
-    def __init__(self, folder: pathlib.Path, config: dict[str, Any], files: ExitStack) -> None:
+    def __init__(self, folder: pathlib.Path, files: ExitStack) -> None:
         self._folder = folder
         self._slices: dict[str, Any] = {}
         for path in weight_files(folder):
             file: Any = files.enter_context(_opened(path))
             self._slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-        kind: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+        part = trained_part(AutoConfig.from_pretrained(folder))
+        kind: Any = AutoModelForImageTextToText if hasattr(part, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"):
-            self._model: Any = kind.from_config(AutoConfig.from_pretrained(folder))
+            self._model: Any = kind.from_config(part)
         head = self._model.get_output_embeddings()
         self._head = next(name for name, module in self._model.named_modules() if module is head)
         tied = dict(self._model.all_tied_weights_keys)

@@ -47,7 +47,12 @@ def base_directory(name: str, *, with_weights: bool) -> pathlib.Path:
 
 def is_tied(config: PreTrainedConfig) -> bool:
     """Returns whether a model uses its embeddings as its unembedding too, by its configuration."""
-    return bool(config.tie_word_embeddings or config.get_text_config().tie_word_embeddings)
+    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
+
+
+def trained_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the configuration of the part of a model that Fovea trains: Qwen3-Omni's thinker; all of other models."""
+    return getattr(config, "thinker_config", config)
 
 
 def copy_small_files(base: pathlib.Path, out: pathlib.Path, *, but: Container[str] = ()) -> None:

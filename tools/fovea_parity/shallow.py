@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from fovea.runtime.model_files import read_json
 
@@ -39,7 +39,9 @@ def cut(directory: Path, into: Path) -> int:
         text.layer_types = list(text.layer_types)[:count]
     if getattr(text, "num_kv_shared_layers", 0):
         text.num_kv_shared_layers = 0
-    auto: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+    auto: Any = AutoModelForCausalLM if text is config else AutoModelForMultimodalLM
+    if hasattr(config, "enable_audio_output"):
+        config.enable_audio_output = False  # Fovea uses no talker
     config = _without_lost_layers(config, count)
     has_weights = any(directory.glob("*.safetensors"))
     if has_weights:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BatchFeature
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BatchFeature
 
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.rendered_input import ImageSpan
 from fovea.wire.tensors import tensors_sha256
+from fovea_data.base_model import trained_part
 from fovea_parity.documents import Content, Document, DocumentMaker, picture
 from fovea_parity.finding import Finding
 from fovea_parity.mixed_batch import fullness
@@ -95,7 +96,8 @@ def datum_of(maker: DocumentMaker, index: int, document: Document) -> Datum:
 
 def _own(directory: Path, is_vision: bool, cases: list[_Case]) -> tuple[list[Tensor], dict[str, Tensor]]:
     auto: Any = AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
-    model = auto.from_pretrained(directory, dtype=torch.float32).eval()
+    part = trained_part(AutoConfig.from_pretrained(directory))
+    model = auto.from_pretrained(directory, config=part, dtype=torch.float32).eval()
     found = []
     for case in cases:
         ids = case.own["input_ids"]

@@ -27,7 +27,7 @@ STATE_LAYERS = {
 
 LLAMA_LIKE = (
     *("llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text"),
-    *("mixtral", "qwen3_moe", "qwen3_vl_moe_text"),
+    *("mixtral", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text"),
 )
 """Model types of language models with Llama's layers, on their own or within a vision model.
 
@@ -37,9 +37,15 @@ model of 16 bits, trainer and sampler both keep their residual stream in float32
 
 EXPERT_TYPES = (
     *("deepseek_v3", "gemma4", "glm4_moe", "glm4v_moe", "mixtral"),
-    *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"),
+    *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_vl_moe"),
 )
 """Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
+
+UNTRAINED = ("thinker.audio_tower.", "talker.", "code2wav.")
+"""Beginnings of the names of tensors that the trainer does not hold, and that a checkpoint of all parameters copies.
+
+They hear and speak in Qwen3-Omni.
+"""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")
 """Entries that change logits after the unembedding; capping is not among them."""
@@ -89,7 +95,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def language_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of `config.json` for the language model, at the top level or in `text_config`."""
-    return {**config, **(config.get("text_config") or {})}
+    whole = vision.with_parts(config)
+    return {**whole, **(whole.get("text_config") or {})}
 
 
 def check_directory(directory: Path) -> None:
@@ -138,7 +145,7 @@ def check_variant(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{changed[0]} of {name} is not supported: logits must be the plain product with the unembedding"
         )
-    if any(part.get("attention_dropout") for part in (text, config.get("vision_config") or {})):
+    if any(part.get("attention_dropout") for part in (text, vision.with_parts(config).get("vision_config") or {})):
         raise ValueError("attention_dropout must be 0")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     # There is one set of parameters, or one per type of layer.

@@ -35,8 +35,11 @@ FAMILIES: tuple[type[VisionFamily], ...] = (
 MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in family.model_types))
 """Values of `model_type` in config.json that have a family."""
 
-_CHUNKS = "packed attention has no chunks (attention_chunk_size), and its experts are weighted before their gate"
-_MAMBA = "packed training has no Mamba 2 layer, and vLLM computes Mamba 2 only on a GPU"
+_CHUNKS = (
+    "packed attention has no chunks (attention_chunk_size), and transformers runs all experts on each token, weighted "
+    "before their gate"
+)
+_MAMBA = "packed training has no Mamba 2 layer"
 MISSING_PIECES = {
     "deepseek_ocr2": "vLLM has no DeepseekOcr2ForConditionalGeneration, only the class of the checkpoint's custom code",
     "ernie4_5_vl_moe": "its layers have experts for text and others for images, which router replay does not separate",
@@ -47,7 +50,6 @@ MISSING_PIECES = {
     "minicpmv4_6": "its processor numbers the images of a prompt, so the ids of an image depend on those before it",
     **dict.fromkeys(("nemotron_h", "nemotron_h_omni"), _MAMBA),
     "phi4_multimodal": "vLLM removed Phi4MultimodalForCausalLM in 0.12",
-    "qwen3_omni_moe": "its tower and language model are parts of a thinker_config, beside an audio tower",
 }
 """By `model_type`: why a family that transformers has is not supported."""
 
@@ -87,6 +89,14 @@ def choose(config: Mapping[str, Any]) -> type[VisionFamily] | None:
     )
 
 
+def with_parts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a config with the entries of its `thinker_config` at the top level, where other models have them.
+
+    Qwen3-Omni's config has one for the model that sees images and writes text, beside those for speech.
+    """
+    return {**(config.get("thinker_config") or {}), **config}
+
+
 def missing_piece(model_type: object) -> str:
     """Returns the reason why a family is not supported, after a colon; empty if none is recorded."""
     piece = MISSING_PIECES.get(str(model_type))
@@ -103,4 +113,4 @@ def bind(config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> VisionFa
     Raises ValueError as `choose` does, and if the config lacks an entry that the family needs.
     """
     family = choose(config)
-    return None if family is None else family(config, added_tokens)
+    return None if family is None else family(with_parts(config), added_tokens)

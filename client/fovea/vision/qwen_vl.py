@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4.1V and GLM-4.5V: smart resizing, one id per merged patch, and MRoPE.
+"""Qwen2-VL, 2.5-VL, 3-VL, 3-Omni and 3.5, GLM-4.1V and 4.5V: smart resizing, one id per merged patch, and MRoPE.
 
 They differ only in numbers from the checkpoint (patch size 14 or 16). Qwen2.5-VL's time scaling (`tokens_per_second`)
 applies to videos only. Qwen3-VL's interleaved MRoPE concerns the model, not the position ids.
@@ -31,7 +31,7 @@ class QwenVL(VisionFamily):
 
     model_types: ClassVar[tuple[str, ...]] = (
         *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *("qwen3_5", "qwen3_5_moe"),
+        *("qwen3_5", "qwen3_5_moe", "qwen3_omni_moe"),
     )
     opener: ClassVar[str] = "<|vision_start|>"
     placeholders: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")

@@ -19,10 +19,20 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from fovea import vision
-from fovea.runtime.model_files import check_supported
+from fovea.runtime.model_files import check_supported, language_entries
 from fovea.vision.qwen_vl import QwenVL
 from fovea.vision.vision_family import ImageAt, VisionFamily
-from tests.unit.renderer.checkpoints import ADDED_TOKENS, IMAGE, PROCESSORS, START, VIDEO, VISION, config, family
+from tests.unit.renderer.checkpoints import (
+    ADDED_TOKENS,
+    IMAGE,
+    PROCESSORS,
+    START,
+    VIDEO,
+    VISION,
+    VOCABULARY_SIZE,
+    config,
+    family,
+)
 
 KINDS = ["qwen3_vl", "qwen2_5_vl"]
 
@@ -33,8 +43,8 @@ def qwen3_vl() -> VisionFamily:
 
 
 def test_the_model_type_chooses_the_family() -> None:
-    qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
-    assert set(vision.MODEL_TYPES) == qwen | set(PROCESSED)
+    qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe"}
+    assert set(vision.MODEL_TYPES) == qwen | {"glm4v", "glm4v_moe"} | set(PROCESSED)
     assert [vision.choose(config(kind)) for kind in KINDS] == [QwenVL, QwenVL]
     assert vision.choose({"model_type": "qwen3"}) is vision.choose({"model_type": "llama"}) is None
     assert vision.bind({"model_type": "qwen3"}, ADDED_TOKENS) is None
@@ -70,6 +80,18 @@ def test_a_processor_that_does_not_fit_is_named(qwen3_vl: VisionFamily) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_placeholders_are_reserved(kind: str) -> None:
     assert family(kind).reserved_ids == {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", VISION: "<|vision_pad|>"}
+
+
+def test_the_parts_of_a_thinker_are_found(qwen3_vl: VisionFamily) -> None:
+    whole = {"model_type": "qwen3_omni_moe", "thinker_config": config("qwen3_vl") | {"audio_config": {}}}
+    bound = vision.bind(whole, ADDED_TOKENS)
+    assert isinstance(bound, QwenVL)
+    assert bound.reserved_ids == qwen3_vl.reserved_ids
+    assert not bound.tensors_problem(qwen3_vl.blank_image())
+    assert language_entries(whole)["vocab_size"] == VOCABULARY_SIZE
+    whole["thinker_config"] |= {"vision_config": {"attention_dropout": 0.1}}
+    with pytest.raises(ValueError, match="attention_dropout must be 0"):
+        check_supported(whole)
 
 
 def test_the_configuration_alone_reserves_what_it_names() -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from fovea.runtime.model_files import read_json
 from fovea.wire.errors import InvalidInput
 from fovea_data.adapter_merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, merge_adapter, spread_shared_experts
+from fovea_data.base_model import trained_part
 from fovea_trainer.model.lora import LoraSettings, LoraWeights
 from fovea_trainer.model.packed_model import build_model
 from fovea_trainer.settings import TrainerSettings
@@ -34,6 +35,7 @@ MORE = [
     "glm4_moe",
     "gemma4_26b",
     "deepseek_v3",
+    "qwen3_omni_moe",
 ]
 HALVES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
@@ -61,8 +63,9 @@ def written(weights: LoraWeights, directory: Path, folder: Path, is_export: bool
 
 
 def loaded(directory: Path) -> Any:
-    kind: Any = AutoModelForImageTextToText if "vision_config" in read_json(directory / "config.json") else None
-    return (kind or AutoModelForCausalLM).from_pretrained(directory)
+    part = trained_part(AutoConfig.from_pretrained(directory))
+    kind: Any = AutoModelForImageTextToText if hasattr(part, "vision_config") else AutoModelForCausalLM
+    return kind.from_pretrained(directory, config=part)
 
 
 def expected(directory: Path, weights: LoraWeights) -> dict[str, Tensor]:

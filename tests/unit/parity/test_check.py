@@ -54,6 +54,15 @@ def test_a_checkpoint_with_experts_is_cut_in_the_layout_that_was_published(tmp_p
     assert all(torch.equal(found[name], source[name]) for name in names)
 
 
+def test_a_checkpoint_with_a_thinker_is_cut_as_a_whole(tmp_path: Path) -> None:
+    assert cut(ensure_family("qwen3_omni_moe"), tmp_path / "cut") == 2
+    config = AutoConfig.from_pretrained(tmp_path / "cut")
+    assert (config.model_type, config.get_text_config().num_hidden_layers) == ("qwen3_omni_moe", 2)
+    names = list(load_file(tmp_path / "cut" / "model.safetensors"))
+    assert "thinker.model.layers.1.mlp.experts.7.down_proj.weight" in names
+    assert not [name for name in names if ".layers.2." in name]
+
+
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoModel": "evil.Model"}}))
     with pytest.raises(ValueError, match="needs custom code"):

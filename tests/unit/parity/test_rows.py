@@ -12,7 +12,7 @@ def test_the_renderer_makes_what_the_family_s_processor_makes(name: str) -> None
     assert finding.works, finding.says
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3", "qwen3_omni_moe"])
 def test_packed_training_is_the_family_s_own(name: str) -> None:
     finding = trainer_part.check(ensure_family(name))
     assert finding.works, finding.says

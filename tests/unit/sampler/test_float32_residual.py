@@ -47,7 +47,10 @@ def _config(directory: Path, dtype: str) -> VllmConfig:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "mistral", "mixtral", "qwen2_5", "qwen2_vl", "qwen3_moe", "qwen3_vl_moe", "idefics3", "gemma3_text"],
+    [
+        *("llama", "mistral", "mixtral", "qwen2_5", "qwen2_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe"),
+        *("idefics3", "gemma3_text"),
+    ],
 )
 def test_a_model_in_bfloat16_has_the_stream_that_the_trainer_gives_it(name: str, tmp_path: Path) -> None:
     directory = ensure_family(name)

@@ -49,6 +49,7 @@ from vllm.model_executor.models.mixtral import MixtralForCausalLM, MixtralModel
 from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -159,6 +160,23 @@ def test_vllm_still_needs_model_classes() -> None:
     unchanged("vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.create_lora_weights")
     assert "remove_duplicate" not in source("vllm.lora.utils:get_supported_lora_modules")
     assert '"qkv": ["qkv"]' not in source("vllm.model_executor.models.qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration")
+
+
+def test_vllm_still_needs_images_of_qwen3_omni_as_those_of_qwen3_vl() -> None:
+    thinker = "vllm.model_executor.models.qwen3_omni_moe_thinker:Qwen3OmniMoeThinkerForConditionalGeneration"
+    assert "supports_mm_device_do_normalize" not in source(thinker)
+    assert "st = offset + image_len + 1" in source(f"{thinker}.get_mrope_input_positions")
+    model_classes.apply()
+    model: Any = Qwen3OmniMoeThinkerForConditionalGeneration.__new__(Qwen3OmniMoeThinkerForConditionalGeneration)
+    torch.nn.Module.__init__(model)
+    assert model.supports_mm_device_do_normalize
+    ids = {"video_token_id": 7, "vision_start_token_id": 8, "vision_end_token_id": 9}
+    model.config = SimpleNamespace(**ids, vision_config=SimpleNamespace(spatial_merge_size=2))
+    grid, place = SimpleNamespace(data=torch.tensor([1, 4, 6])), SimpleNamespace(offset=2)
+    image = SimpleNamespace(modality="image", mm_position=place, data={"image_grid_thw": grid})
+    positions, delta = model.get_mrope_input_positions([1, 8, *[6] * 6], [image])
+    assert positions.tolist() == [[0, 1, *[2] * 6], [0, 1, 2, 2, 2, 3, 3, 3], [0, 1, 2, 3, 4, 2, 3, 4]]
+    assert delta == 5 - 8
 
 
 def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> None:

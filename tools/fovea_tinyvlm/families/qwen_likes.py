@@ -104,7 +104,7 @@ def _qwen2_vl_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen2VLProcessor:
 
 
 # The settings that Qwen3-VL's and Qwen3.5's towers share: 27 blocks of 1152 channels, positions of a 48 x 48 grid.
-_QWEN3_TOWER = {
+QWEN3_TOWER = {
     "depth": 2,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -125,7 +125,7 @@ def _qwen3_vl_moe(ids: TokenIds) -> Qwen3VLMoeConfig:
     text = {"head_dim": HEAD_DIM, "rope_parameters": rotary, "tie_word_embeddings": False}
     return Qwen3VLMoeConfig(
         text_config=qwen_language(ids) | sparse | text,
-        vision_config=_QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1]},
+        vision_config=QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1]},
         tie_word_embeddings=False,
         **_qwen_vision_ids(ids),
     )
@@ -154,7 +154,7 @@ def _qwen3_5_text(ids: TokenIds) -> Qwen3_5TextConfig:
 def _qwen3_5(ids: TokenIds) -> Qwen3_5Config:
     return Qwen3_5Config(
         text_config=_qwen3_5_language(ids),
-        vision_config=_QWEN3_TOWER,
+        vision_config=QWEN3_TOWER,
         tie_word_embeddings=False,
         **_qwen_vision_ids(ids),
     )
@@ -166,7 +166,7 @@ def _qwen3_5_moe(ids: TokenIds) -> Qwen3_5MoeConfig:
     shared = {"shared_expert_intermediate_size": EXPERTS["moe_intermediate_size"]}
     return Qwen3_5MoeConfig(
         text_config=_qwen3_5_language(ids) | EXPERTS | shared,
-        vision_config=_QWEN3_TOWER,
+        vision_config=QWEN3_TOWER,
         tie_word_embeddings=False,
         **_qwen_vision_ids(ids),
     )

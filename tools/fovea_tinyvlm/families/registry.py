@@ -9,12 +9,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from fovea_tinyvlm.families.declaration import Family
 from fovea_tinyvlm.families.qwen_likes import QWEN_LIKES
+from fovea_tinyvlm.families.qwen_omni import QWEN_OMNI
 from fovea_tinyvlm.families.text_models import TEXT_FAMILIES
 from fovea_tinyvlm.families.tiled import TILED
 from fovea_tinyvlm.families.vocabulary import family_tokenizer
 from fovea_tinyvlm.families.whole_images import WHOLE_IMAGES
 
-FAMILIES = {family.name: family for family in (*QWEN_LIKES, *WHOLE_IMAGES, *TILED, *TEXT_FAMILIES)}
+FAMILIES = {family.name: family for family in (*QWEN_LIKES, *QWEN_OMNI, *WHOLE_IMAGES, *TILED, *TEXT_FAMILIES)}
 
 
 def build_family(name: str, directory: Path, seed: int = 0, max_shard_size: str = "5GB") -> None:

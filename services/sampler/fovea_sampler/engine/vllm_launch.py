@@ -294,8 +294,9 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         }
     if is_random(Path(settings.model)):
         arguments["load_format"] = RANDOM_FORMAT
-    if "vision_config" in config:
-        arguments["limit_mm_per_prompt"] = {"image": settings.max_images, "video": 0}
+    if "vision_config" in vision.with_parts(config):
+        unused = ("video", "audio") if "thinker_config" in config else ("video",)
+        arguments["limit_mm_per_prompt"] = {"image": settings.max_images, **dict.fromkeys(unused, 0)}
     return arguments
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.runtime.model_files import UNTRAINED
 from fovea.runtime.processes import die_with_parent
 from fovea_sampler import vllm_patches
 from fovea_sampler.engine import weight_loading
@@ -165,13 +166,15 @@ def _rename_of(model: torch.nn.Module) -> Any:
 
 
 def _left_out(model: Any, names: Iterable[str]) -> set[str]:
-    """Returns the checkpoint's tensors that vLLM does not load: those of layers for multi-token prediction.
+    """Returns the checkpoint's tensors that a push may omit.
 
-    Qwen3.5's have a name of their own. GLM-4.5's are numbered after the model's last layer.
+    These are layers for multi-token prediction, which vLLM does not load: Qwen3.5's have a name of their own, GLM-4.5's
+    are numbered after the model's last layer; and those that the trainer does not hold.
     """
     mapper, text = getattr(model, "hf_to_vllm_mapper", None), model.config.get_text_config()
     named = {name for name in names if mapper is not None and mapper.map_name(name) is None}
-    return named | names_after(names, text.num_hidden_layers)
+    untrained = {name for name in names if name.startswith(UNTRAINED)}
+    return named | names_after(names, text.num_hidden_layers) | untrained
 
 
 def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:

@@ -1,7 +1,8 @@
 """Corrects what vLLM's model classes declare: the modules that adapters may change, and the names of parameters.
 
 With the patch, adapters may change every `lm_head`, the gates of shared experts, and the tower of Qwen3-VL with
-experts, and names in checkpoints map to parameters that vLLM would otherwise not find.
+experts, and names in checkpoints map to parameters that vLLM would otherwise not find. Qwen3-Omni treats images as
+Qwen3-VL does.
 
 Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there,
     `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
@@ -9,6 +10,8 @@ Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManage
     For names: `hf_to_vllm_mapper` of the classes in `TOWERS`, of `Lfm2VLForConditionalGeneration` and of
     `MixtralForCausalLM`, adds `named_parameters` to `PixtralHFVisionModel` and `DeepseekV2Model`, and keeps
     `lora_base_layer_prefix` of `RoutedExperts` empty.
+    For images: `__init__`, `get_mrope_input_positions` and `supports_mm_device_do_normalize` of
+    `Qwen3OmniMoeThinkerForConditionalGeneration`.
 Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding only if the model's class lists it in
     `embedding_modules`. Qwen3 lists `lm_head`; Qwen2, and with it Qwen2.5-VL, does not, although its layers are the
     same. The patch adds `lm_head` to the supported modules of every model.
@@ -35,6 +38,9 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     module. The patch adds the entry.
     Mixtral's experts are below `block_sparse_moe` in checkpoints and vLLM, and below `mlp` in transformers and
     adapters. The patch adds an entry for that.
+    Qwen3-Omni's tower expects normalised pixels and would use bytes as such. The patch normalises them, as Qwen3-VL
+    does. Its positions assume a token after each image, without which the engine dies; the patch computes Qwen3-VL's,
+    which are equal otherwise.
 Upstream: vllm-project/vllm issue 21500, closed without a change; none known for the others.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
@@ -42,7 +48,8 @@ Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `l
     `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping, and `can_replace_layer` asks the kernel;
     and vLLM maps `vision_tower.embeddings` of each class to a parameter that its model has, `PixtralHFVisionModel`
     loads weights with `AutoWeightsLoader`, `RoutedExperts.get_expert_mapping` also maps checkpoint names when LoRA
-    wraps the experts, LFM2-VL's mapper has the entries of LFM2's, and Mixtral's maps `.mlp.`.
+    wraps the experts, LFM2-VL's mapper has the entries of LFM2's, and Mixtral's maps `.mlp.`; and Qwen3-Omni's class
+    supports `mm_device_do_normalize`, and prompts that end with an image.
 """
 
 import re
@@ -55,6 +62,7 @@ from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
@@ -63,6 +71,8 @@ from vllm.model_executor.models.llava_next import LlavaNextForConditionalGenerat
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 from vllm.model_executor.models.mixtral import MixtralForCausalLM
 from vllm.model_executor.models.pixtral import PixtralHFVisionModel
+from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -95,6 +105,23 @@ def apply() -> None:
     """Applies the patch to this process. It may be called twice."""
     _correct_names()
     _extend_adapted_modules()
+    if not Qwen3OmniMoeThinkerForConditionalGeneration.supports_mm_device_do_normalize:
+        _complete_omni(Qwen3OmniMoeThinkerForConditionalGeneration)
+
+
+def _complete_omni(model: Any) -> None:
+    build = model.__init__
+
+    def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        build(self, vllm_config=vllm_config, prefix=prefix)
+        normalize = build_mm_input_norm(vllm_config.model_config)
+        self.visual.register_forward_pre_hook(lambda tower, given: (normalize(given[0], tower.dtype), *given[1:]))
+
+    def positions(self: Any, input_tokens: list[int], mm_features: list[Any]) -> Any:
+        return Qwen3VLForConditionalGeneration._get_mrope_input_positions(input_tokens, mm_features, self.config)
+
+    model.__init__, model.get_mrope_input_positions = init, positions
+    model.supports_mm_device_do_normalize = True
 
 
 def _correct_names() -> None:

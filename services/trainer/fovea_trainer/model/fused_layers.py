@@ -82,7 +82,7 @@ def fuse_language(model: Any) -> None:
 
 def fuse_qwen_tower(model: Any) -> None:
     """Replaces the patch embedding of a Qwen tower by a single matrix product."""
-    patch_embed = model.model.visual.patch_embed
+    patch_embed = (model.visual if hasattr(model, "visual") else model.model.visual).patch_embed
     patch_embed.forward = MethodType(_embed_patches, patch_embed)
 
 

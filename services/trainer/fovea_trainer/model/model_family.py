@@ -124,12 +124,14 @@ class Family:
         tower_roles: Roles of the linear modules of the vision tower and its mergers that vLLM can adapt, keyed by the
             last component of the module path.
         sees_images_whole: True if the tokens of an image see each other in both directions in the language model.
+        part: The part of the checkpoint that is trained, as in `thinker_config` and `thinker.lm_head`; empty for all.
     """
 
     model_type: str
     fuse_tower: Callable[[Any], None] | None = None
     tower_roles: Mapping[str, Role] = field(default_factory=dict)
     sees_images_whole: bool = False
+    part: str = ""
 
     def build(self, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """Builds the model on the meta device, in training mode without dropout, with packed attention in all layers.
@@ -138,9 +140,12 @@ class Family:
             ValueError: The variant is not supported.
         """
         check_variant(config.to_dict())
+        config = getattr(config, f"{self.part}_config", config)
         kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"), meta_device_safe_creation_ops():
             model: Any = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        if self.part:
+            model.audio_tower, model._keys_to_ignore_on_load_unexpected = None, {"."}  # other parts stay in the files
         _pack_attention(model)
         if model.get_output_embeddings().bias is not None:
             raise ValueError(f"{config.model_type} has an unembedding with a bias, which is not supported")
@@ -227,7 +232,7 @@ class Family:
             model: The model.
             tensors: Inputs of one or several images, without token ids. Keys are the processor's names.
         """
-        core = model.model
+        core = model if self.part else model.model
         if hasattr(core, "visual"):
             # `get_image_features` splits its output into images, which makes the host wait for the GPU.
             output = core.visual(tensors["pixel_values"], grid_thw=tensors["image_grid_thw"], return_dict=True)
@@ -351,6 +356,8 @@ LANGUAGE_ROLES = {
 """Roles of the linear modules in language layers, keyed by module name. vLLM fuses q, k, v and gate, up itself."""
 
 _QWEN_ROLES = {"qkv": Role.ATTENTION, "proj": Role.ATTENTION}
+# Blocks, merger and deepstack mergers, if there are any, all call their linear modules linear_fc1 and linear_fc2.
+_QWEN3_ROLES = {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}
 
 _GLM_ROLES = {"proj": Role.ATTENTION, "down_proj": Role.MLP}
 """The other modules of the tower are omitted: vLLM fuses them differently or does not have them."""
@@ -366,18 +373,17 @@ FAMILIES = {
     family.model_type: family
     for family in (
         *map(Family, _PLAIN),
-        # Blocks, merger and deepstack mergers all call their linear modules linear_fc1 and linear_fc2.
-        Family("qwen3_vl", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
-        # The merger is a Sequential with linear modules 0 and 2.
+        Family("qwen3_vl", fuse_qwen_tower, _QWEN3_ROLES),
+        # The mergers of these three are sequences with linear modules 0 and 2.
         Family("qwen2_5_vl", fuse_qwen_tower, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
         Family("qwen2_vl", fuse_qwen_tower, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
+        Family("qwen3_omni_moe", fuse_qwen_tower, {**_QWEN3_ROLES, "0": Role.MLP, "2": Role.MLP}, part="thinker"),
         Family("gemma3", sees_images_whole=True),
         Family("glm4v", tower_roles=_GLM_ROLES),
         Family("glm4v_moe", tower_roles=_GLM_ROLES),
-        # Towers like Qwen3-VL's, without its deepstack mergers.
-        Family("qwen3_5", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
-        Family("qwen3_vl_moe", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
-        Family("qwen3_5_moe", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
+        Family("qwen3_vl_moe", fuse_qwen_tower, _QWEN3_ROLES),
+        Family("qwen3_5", tower_roles=_QWEN3_ROLES),
+        Family("qwen3_5_moe", tower_roles=_QWEN3_ROLES),
     )
 }
 """Families keyed by `model_type`."""

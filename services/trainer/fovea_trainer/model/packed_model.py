@@ -90,7 +90,8 @@ class PackedModel(nn.Module):
     @cached_property
     def file_names(self) -> dict[str, str]:
         """The result of the function `file_names`. Known once the weights are read."""
-        return file_names(self.hf)
+        part, found = self.family.part, file_names(self.hf)
+        return {name: f"{part}.{stored}" for name, stored in found.items()} if part else found
 
     @cached_property
     def expert_layouts(self) -> dict[str, ExpertLayout]:
@@ -227,9 +228,8 @@ class PackedModel(nn.Module):
 
     def _run_tower(self, tower: TowerInput) -> VisionOutput:
         """Returns the output for the images, or for blank ones if there is no image."""
-        found = VisionOutput.joined(
-            [self.family.run_vision(self.hf, self._in_model_type(tensors)) for tensors in tower.calls]
-        )
+        outputs = [self.family.run_vision(self.hf, self._in_model_type(tensors)) for tensors in tower.calls]
+        found = VisionOutput.joined(outputs)
         return found.first(sum(count for _, count in tower.images)) if tower.images else found
 
     def _in_model_type(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

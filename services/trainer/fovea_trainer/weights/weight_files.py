@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fovea.runtime.model_files import UNTRAINED
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import InvalidInput
 from fovea_trainer.model.experts import ExpertLayout
@@ -94,7 +95,7 @@ def gathered(
 def write_checkpoint(
     tensors: Iterable[tuple[str, Tensor]], folder: Folder, model_dir: Path, control: ControlGroup
 ) -> None:
-    """Writes a Hugging Face checkpoint: the given weights, and copies of the base checkpoint's other files. Collective.
+    """Writes a Hugging Face checkpoint: the given weights, and copies of the rest of the base checkpoint. Collective.
 
     An error of the storage on rank 0 is raised on all ranks.
     """
@@ -122,6 +123,12 @@ def write_checkpoint(
 
 
 def _write_rest(folder: Folder, model_dir: Path, files: dict[str, str]) -> None:
+    for number, path in enumerate(sorted(model_dir.glob("*.safetensors"))):
+        with safe_open(path, "pt") as file:
+            rest = {name: file.get_tensor(name) for name in file.keys() if name.startswith(UNTRAINED)}  # noqa: SIM118
+        if rest:
+            files.update(dict.fromkeys(rest, name := f"untrained-{number + 1:05d}.safetensors"))
+            folder.write(name, save_safetensors(rest, metadata={"format": "pt"}))
     index = {"metadata": {}, "weight_map": files}
     folder.write(INDEX, json.dumps(index).encode())
     for path in sorted(model_dir.iterdir()):
@@ -385,16 +392,7 @@ def copy_into(targets: Iterable[tuple[str, Tensor]], source: dict[str, Tensor], 
         InvalidInput: Names the first tensor that is missing, unexpected or misshapen.
     """
     wanted = dict(targets)
-    for name, target in wanted.items():
-        if name not in source:
-            raise InvalidInput(f"{what} has no {name}: it was saved from a differently shaped model", field="uri")
-        if source[name].shape != target.shape:
-            raise InvalidInput(
-                f"{what} has {name} with shape {list(source[name].shape)}, but the model needs {list(target.shape)}",
-                field="uri",
-            )
-    if extra := sorted(set(source) - set(wanted)):
-        raise InvalidInput(f"{what} has {extra[0]}, which the model does not train", field="uri")
+    check_shapes({name: list(tensor.shape) for name, tensor in source.items()}, wanted, what, is_foreign=False)
     with torch.no_grad():
         for name, target in wanted.items():
             target.copy_(source[name])

@@ -23,7 +23,7 @@ SERVICES = ["trainer", "sampler", "renderer"]
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """The results of starting each service with a model of another type."""
     folder = tmp_path_factory.mktemp("model")
-    config = {"model_type": "qwen3_omni_moe", "vision_config": {}, "image_token_id": 1}
+    config = {"model_type": "ernie4_5_vl_moe", "vision_config": {}, "image_token_id": 1}
     (folder / "config.json").write_text(json.dumps(config))
     arguments = ["--model", str(folder), "--port", "0", "--metrics-port", "0"]
     programs = ([f"fovea_{service}", *arguments] for service in SERVICES)
@@ -36,7 +36,7 @@ def test_an_unsupported_model_is_refused_in_one_line_before_anything_heavy(
 ) -> None:
     assert ended[service].returncode == 1
     last = ended[service].stderr.strip().splitlines()[-1]
-    assert "qwen3_omni_moe" in last
+    assert "ernie4_5_vl_moe" in last
     for name in ("qwen2_5_vl", "qwen3_vl"):
         assert name in last
     assert ended[service].stdout == ""
