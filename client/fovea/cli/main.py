@@ -76,6 +76,7 @@ PROGRAMS = {
         "fovea_gateway.access.access_command", "Show and set the shares and limits of each owner.", ("owners",)
     ),
     "fovea usage": Program("fovea_gateway.access.access_command", "Show usage by owner, key and day.", ("usage",)),
+    "fovea audit": Program("fovea_gateway.access.access_command", "Show which key did what, and when.", ("audit",)),
     "fovea drain": Program(
         "fovea_gateway.access.access_command", "Move the models of one of several trainers to the others.", ("drain",)
     ),

@@ -5,13 +5,16 @@ Unknown names are rejected.
 
 import os
 import sys
-from typing import ClassVar, Self, get_origin
+from typing import TYPE_CHECKING, ClassVar, Self, get_origin
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from fovea.runtime import credentials
 from fovea.runtime.hosts import is_loopback
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 TRACE_VARIABLE = "FOVEA_TRACE_ENDPOINT"
 """Variable of the trace endpoint. It is the same for every service, because a trace spans all of them."""
@@ -87,7 +90,7 @@ class ServiceSettings(BaseSettings):
             # CliApp reads sys.argv if `arguments` is None. pydantic-settings reads the program's name from there too.
             return CliApp.run(cls, cli_args=arguments, cli_exit_on_error=True)
         except ValidationError as error:
-            lines = [_line(item["loc"], item["msg"].removeprefix("Value error, ")) for item in error.errors()]
+            lines = [_line(item["loc"], _reason(item)) for item in error.errors()]
             raise SystemExit(f"{program}: " + "\n".join(lines)) from None
         except SettingsError as error:  # a list or an object that is not valid JSON
             raise SystemExit(f"{program}: {error}") from None
@@ -107,7 +110,7 @@ class ServiceSettings(BaseSettings):
             CliApp.run(cls, cli_args=arguments, cli_exit_on_error=False)
         except ValidationError as error:
             first = error.errors()[0]
-            return str(first["loc"][0]) if first["loc"] else "", first["msg"].removeprefix("Value error, ")
+            return str(first["loc"][0]) if first["loc"] else "", _reason(first)
         except SettingsError as error:
             return "", str(error)
         return None
@@ -123,6 +126,12 @@ class ServiceSettings(BaseSettings):
 
 _TWICE = "it is given twice, but takes one value; remove one"
 """Without this error, the last value would replace the others silently."""
+
+
+def _reason(error: "ErrorDetails") -> str:
+    if error["type"] == "missing":
+        return "a value is required"
+    return error["msg"].removeprefix("Value error, ")
 
 
 def _line(place: tuple[int | str, ...], message: str) -> str:

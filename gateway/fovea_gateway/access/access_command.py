@@ -1,4 +1,4 @@
-"""`fovea keys create | list | revoke | expire`, `fovea owners list | set`, `fovea usage` and `fovea drain`.
+"""`fovea keys create | list | revoke | expire`, `fovea owners list | set`, `fovea usage`, `audit` and `drain`.
 
 The commands work on a gateway's database directly, whether or not a gateway runs; a running gateway reads changes
 within seconds.
@@ -7,6 +7,8 @@ within seconds.
 import argparse
 import difflib
 import os
+import pwd
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +18,28 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
 from fovea_gateway.access.api_keys import Key, Scope, all_keys, change_key, check_owner, insert_key, random_key
+from fovea_gateway.access.audit_log import DRAIN, OK, Action, put_entries, question_of, read_entries
 from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.database import Job, Result
 from fovea_gateway.database.migrations import find_revision
 from fovea_gateway.database.ownership import see_whole
-from fovea_gateway.database.schema import REVISION, checkpoints, drained_trainers, keys, owners, usage
-from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, insert_new, make_engine
+from fovea_gateway.database.schema import (
+    REVISION,
+    audit_entries,
+    checkpoints,
+    drained_trainers,
+    keys,
+    owners,
+    usage,
+)
+from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, insert_new, make_engine, refusal
 
 _DAY_S = 24 * 3600
 _DAYS = 30
+_ENTRIES = 1000
+_AUDITED = ("owner", "key_id", "event", "object_id", "outcome", "count", "route")
+_COMMAND = "the command line"
+"""The owner of audit entries of these commands."""
 _HEAD = ("OWNER", *(name.upper() for name in FIELDS))
 
 
@@ -33,7 +48,7 @@ def main() -> None:
     arguments = _parse()
     try:
         arguments.run(arguments)
-    except (FoveaError, sa.exc.DBAPIError) as error:
+    except FoveaError as error:
         raise SystemExit(f"fovea {sys.argv[1]}: {error}") from None
 
 
@@ -45,6 +60,7 @@ def _create(arguments: argparse.Namespace) -> None:
     def insert(connection: sa.Connection) -> str:
         known = _known(connection)
         insert_key(connection, key)
+        _note(connection, "key_create", key.key_id)
         return "" if key.owner in known else _alike(key.owner, known)
 
     if alike := run(arguments, insert, may_create=True):
@@ -64,18 +80,31 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _revoke(arguments: argparse.Namespace) -> None:
-    key = _change(arguments, revoked_at=time.time())
+    key = _change(arguments, "key_revoke", revoked_at=time.time())
     print(f"key {key.key_id} of {key.owner} is revoked; a running gateway refuses it within a second", file=sys.stderr)
+    now = time.time()
+    if key.scope is Scope.ADMIN and not any(
+        each.scope is Scope.ADMIN and not each.problem(now) for each in run(arguments, all_keys)
+    ):
+        print("no valid key of scope admin is left; `fovea keys create --scope admin` makes one", file=sys.stderr)
 
 
 def _expire(arguments: argparse.Namespace) -> None:
-    key = _change(arguments, expires_at=time.time() + arguments.days * _DAY_S if arguments.days else None)
+    key = _change(
+        arguments, "key_expiry_set", expires_at=time.time() + arguments.days * _DAY_S if arguments.days else None
+    )
     until = f"until {_day(key.expires_at)}" if key.expires_at else "until it is revoked"
     print(f"key {key.key_id} of {key.owner} is valid {until}", file=sys.stderr)
 
 
-def _change(arguments: argparse.Namespace, **values: float | None) -> Key:
-    key = run(arguments, lambda connection: change_key(connection, arguments.key_id, **values))
+def _change(arguments: argparse.Namespace, event: str, **values: float | None) -> Key:
+    def change(connection: sa.Connection) -> Key | None:
+        found = change_key(connection, arguments.key_id, **values)
+        if found is not None:
+            _note(connection, event, found.key_id)
+        return found
+
+    key = run(arguments, change)
     if key is None:
         raise NotFound(f"there is no key {arguments.key_id!r}; `fovea keys list` shows all keys", field="KEY_ID")
     return key
@@ -98,6 +127,7 @@ def _set_owner(arguments: argparse.Namespace) -> None:
         given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
         changed = Owner(**{**vars(known), **given}).checked()
         put_owner(connection, changed)
+        _note(connection, "owner_set", changed.owner)
         return changed
 
     try:
@@ -151,12 +181,41 @@ def _drain(arguments: argparse.Namespace) -> None:
             connection.execute(sa.delete(drained_trainers).where(drained_trainers.c.address == arguments.address))
         elif arguments.address:
             insert_new(connection, drained_trainers, {"address": arguments.address})
+        if arguments.address:
+            _note(connection, DRAIN, arguments.address)
         return sorted(connection.scalars(sa.select(drained_trainers.c.address)))
 
     found = run(arguments, change)
     print_table(("DRAINED TRAINER",), ((address,) for address in found))
     if arguments.address:
         print("a running gateway applies this within a second", file=sys.stderr)
+
+
+def _audit(arguments: argparse.Namespace) -> None:
+    given = {name: value for name in ("owner", "event") if (value := getattr(arguments, name)) is not None}
+    question = question_of(given, arguments.days)
+    rows = run(arguments, lambda connection: read_entries(connection, question, arguments.most))
+    shown = ((_day(row["at"]), *(str(row[name]) for name in _AUDITED)) for row in rows)
+    print_table(("TIME", *(name.upper().replace("_", " ") for name in _AUDITED)), shown)
+    if len(rows) == arguments.most:
+        print(f"these are the newest {arguments.most}; --most shows more", file=sys.stderr)
+
+
+def _note(connection: sa.Connection, event: str, object_id: str) -> None:
+    """Writes the audit entry of this command into its transaction."""
+    # The views of all shards hide the tables, and take no rows.
+    schema = connection.scalar(sa.func.current_schema()) if connection.dialect.name == "postgresql" else None
+    words = f"fovea {' '.join(word for word in sys.argv[1:3] if word != object_id)}"
+    action = Action(_COMMAND, f"{_user()}@{socket.gethostname()}", event, words, object_id, OK)
+    put_entries(connection, [action.row(time.time(), 1)], schema)
+
+
+def _user() -> str:
+    """Returns the name of the operating system's user, or its number if it has no name, as in many containers."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def run(arguments: argparse.Namespace, job: Job[Result], *, may_create: bool = False) -> Result:
@@ -168,6 +227,7 @@ def run(arguments: argparse.Namespace, job: Job[Result], *, may_create: bool = F
     Raises:
         FailedPrecondition: The database has another schema version.
         NotFound: There is no database.
+        Unavailable: The database refuses the connection or the job.
     """
     url = command_url(arguments.state_dir, may_create=may_create)
     is_new = url.get_backend_name() == "sqlite" and not os.path.exists(url.database or "")
@@ -175,16 +235,19 @@ def run(arguments: argparse.Namespace, job: Job[Result], *, may_create: bool = F
     if engine.dialect.name == "postgresql":
         sa.event.listen(engine, "connect", see_whole)
     print(f"{describe(url)}{', a new database' if is_new else ''}:", file=sys.stderr)
-    with engine.begin() as connection:
-        found = find_revision(connection)
-        if found not in (None, REVISION):
-            raise FailedPrecondition(
-                f"this database has schema {found}, and this version of Fovea uses {REVISION}: start this version's "
-                "gateway on it first"
-            )
-        for table in (keys, owners, usage, checkpoints, drained_trainers):
-            table.create(connection, checkfirst=True)
-        return job(connection)
+    try:
+        with engine.begin() as connection:
+            found = find_revision(connection)
+            if found not in (None, REVISION):
+                raise FailedPrecondition(
+                    f"this database has schema {found}, and this version of Fovea uses {REVISION}: start this "
+                    "version's gateway on it first"
+                )
+            for table in (keys, owners, usage, checkpoints, drained_trainers, audit_entries):
+                table.create(connection, checkfirst=True)
+            return job(connection)
+    except sa.exc.DBAPIError as error:
+        raise refusal(url, error) from None
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -212,6 +275,17 @@ def _parse() -> argparse.Namespace:
         "FOVEA_GATEWAY_GPU_HOUR_PRICE_USD, or none",
     )  # fmt: skip
     add_state_dir(usage)
+    audit = commands.add_parser(
+        "audit", description="Show the audit log: which key, or which user of these commands, did what. Newest last."
+    )
+    audit.set_defaults(run=_audit)
+    audit.add_argument("--owner", help=f"show only this owner's entries; {_COMMAND!r} is these commands")
+    audit.add_argument("--event", help="show only this event, such as key_create")
+    audit.add_argument(
+        "--days", type=int, default=_DAYS, help=f"number of days to show, including today (UTC); default: {_DAYS}"
+    )
+    audit.add_argument("--most", type=int, default=_ENTRIES, help=f"number of entries to show; default: {_ENTRIES}")
+    add_state_dir(audit)
     drain = commands.add_parser(
         "drain",
         description="Moves the models of one of several trainers to the others, so that it can be stopped. Without an"

@@ -280,7 +280,7 @@ class KeyRing:
         """
         if not key:
             raise Unauthenticated(
-                "no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY), or as Authorization: Bearer"
+                "no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY) or Authorization: Bearer"
             )
         known = self._named.get(self._read_token(key)) if is_token(key) else self._keys.get(hash_key(key))
         if known is None:
@@ -308,8 +308,10 @@ class KeyRing:
     async def create(self, owner: str, name: str, scope: Scope, expires_at: float | None) -> tuple[str, Key]:
         """Creates a key that is valid at once. Returns its text, which cannot be shown again, and its record.
 
-        Raises InvalidInput if `owner` is not a valid name.
+        Raises InvalidInput if `owner` is not a valid name, or `expires_at` has passed.
         """
+        if expires_at is not None and expires_at <= time.time():
+            raise InvalidInput("expires_at is in the past", field="expires_at")
         try:
             text, key = random_key(check_owner(owner), name=name, scope=scope, expires_at=expires_at)
         except ValueError as error:

@@ -6,6 +6,7 @@ key, object and outcome share one entry an hour, which is written within seconds
 """
 
 import asyncio
+import difflib
 import hashlib
 import logging
 import re
@@ -86,7 +87,10 @@ EVENTS: dict[str, str] = {
     route: event for events in (_EVENTS_AT_ONCE, _WORK) for event, routes in events.items() for route in routes
 }
 """The event of each REST route ("METHOD path") and gRPC method."""
-SINGLE = frozenset((event, OK) for event in _EVENTS_AT_ONCE)
+DRAIN = "trainer_drain"
+"""The event of `fovea drain`, which has no route."""
+_NAMES = sorted({*EVENTS.values(), DRAIN})
+SINGLE = frozenset((event, OK) for event in (*_EVENTS_AT_ONCE, DRAIN))
 """Pairs of event and outcome with an entry for each action. Other actions share one entry an hour, with a count."""
 UNLOGGED = frozenset(
     "POST retrieve_future,POST retrieve_futures,POST session_heartbeat,POST telemetry,POST client/config,"
@@ -102,7 +106,7 @@ _RESOURCES = {
     "checkpoints": ("checkpoint_",),
     "projects": ("project_",),
     "teams": (),
-    "organizations": ("key_", "owner_", "sign_", "token_"),
+    "organizations": ("key_", "owner_", "sign_", "token_", "trainer_"),
 }
 """The prefixes of events by the `event_type` of the SDK. Fovea has no teams."""
 SEARCHED = ("owner", "key_id", "event", "object_id", "outcome")
@@ -161,6 +165,9 @@ def question_of(query: Mapping[str, str], days: int) -> Question:
         raise InvalidInput(
             f"event_type is {event_type[:40]!r}; it must be one of {', '.join(_RESOURCES)}", field="event_type"
         )
+    if (event := query.get("event")) is not None and event not in _NAMES:
+        nearest = difflib.get_close_matches(event, _NAMES, n=1, cutoff=0.0)[0]
+        raise InvalidInput(f"event is {event[:40]!r}; there is none of that name, but {nearest!r}", field="event")
     most = int(_TTL_S / 86400)
     if not 1 <= days <= most:
         raise InvalidInput(f"days is {days}; it must be 1 .. {most}", field="days")
@@ -244,16 +251,23 @@ class AuditLog:
 
     async def page(self, question: Question, limit: int, offset: int) -> list[dict[str, Any]]:
         """Returns a page of the entries that match, oldest first, as the SDK reads them."""
-        query = sa.select(entries).where(_where(question)).order_by(entries.c.at, entries.c.entry_id)
-        query = query.limit(limit).offset(offset)
+        query = _oldest_first(question).limit(limit).offset(offset)
         return await self._database.read_whole(
             lambda connection: [_shown(row) for row in connection.execute(query).mappings()]
         )
 
 
-def put_entries(connection: sa.Connection, rows: list[dict[str, Any]]) -> None:
-    """Writes entries; one that exists already counts more."""
-    connection.execute(_adding(connection.dialect.name), rows)
+def read_entries(connection: sa.Connection, question: Question, most: int) -> list[Mapping[str, Any]]:
+    """Returns the newest `most` entries that match, oldest first."""
+    count = connection.scalar(sa.select(sa.func.count()).select_from(entries).where(_where(question))) or 0
+    query = _oldest_first(question).offset(max(0, count - most))
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def put_entries(connection: sa.Connection, rows: list[dict[str, Any]], schema: str | None = None) -> None:
+    """Writes entries, into the table of this schema; one that exists already counts more."""
+    options = {"schema_translate_map": {None: schema}}
+    connection.execute(_adding(connection.dialect.name), rows, execution_options=options)
 
 
 def delete_oldest(
@@ -286,6 +300,10 @@ def _adding(dialect: str) -> sa.Insert:
     insert = postgresql.insert(entries) if dialect == "postgresql" else sqlite.insert(entries)
     more = {"count": entries.c.count + insert.excluded.count, "until": insert.excluded.until}
     return insert.on_conflict_do_update(index_elements=["entry_id"], set_=more)
+
+
+def _oldest_first(question: Question) -> sa.Select[Any]:
+    return sa.select(entries).where(_where(question)).order_by(entries.c.at, entries.c.entry_id)
 
 
 def _where(question: Question) -> sa.ColumnElement[bool]:

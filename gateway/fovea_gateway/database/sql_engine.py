@@ -54,6 +54,10 @@ def parse_url(url: str) -> sa.URL:
     except (sa.exc.ArgumentError, ValueError):
         raise InvalidInput(f"database_url cannot be read: {_FORM}", field="database_url") from None
     parsed = parsed.set(drivername=_SCHEMES.get(parsed.drivername, parsed.drivername))
+    if "@" in (parsed.host or ""):  # part of the password, which errors would show as part of the host
+        raise InvalidInput(
+            f"database_url has two '@': write the one in the password as %40; {_FORM}", field="database_url"
+        )
     if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
         raise InvalidInput(f"database_url begins with {parsed.drivername!r}: {_FORM}", field="database_url")
     return parsed
@@ -65,6 +69,11 @@ def describe(url: sa.URL) -> str:
         return f"SQLite in {url.database}"
     host = url.host or url.query.get("host") or "the local socket"
     return f"PostgreSQL {url.database or ''} at {host}:{url.port or 5432}"
+
+
+def refusal(url: sa.URL, error: sa.exc.DBAPIError) -> Unavailable:
+    """Returns a database's error in one line, with the database's name."""
+    return Unavailable(f"{describe(url)} refuses: {' '.join(str(error.orig).split())}")
 
 
 def make_engine(url: sa.URL, connections: int) -> sa.Engine:

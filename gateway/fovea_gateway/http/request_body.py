@@ -5,7 +5,8 @@ One byte of JSON or protobuf can become a hundred bytes of Python objects: `[[],
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import difflib
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import zstandard
@@ -168,12 +169,22 @@ def _validated(body: bytes, kind: type[B]) -> B:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise InvalidInput(describe(error)) from None
+        raise InvalidInput(describe(error, kind.model_fields)) from None
 
 
-def describe(error: ValidationError) -> str:
-    """Returns the first five errors in a body, each with its field."""
-    parts = [f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors()[:5]]
+def describe(error: ValidationError, fields: Iterable[str] = ()) -> str:
+    """Returns the first five errors in a body, each with its field.
+
+    Args:
+        fields: The names that the body may have; an error about another name says which of them is most similar.
+    """
+    parts = []
+    for item in error.errors()[:5]:
+        words = item["msg"]
+        if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
+            (near, *_) = difflib.get_close_matches(str(item["loc"][0]), fields, n=1) or [""]
+            words = f"there is no such field{f'; did you mean {near!r}?' if near else ''}"
+        parts.append(f"{'.'.join(map(str, item['loc'])) or 'body'}: {words}")
     return "; ".join(parts)
 
 

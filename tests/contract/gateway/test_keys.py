@@ -1,7 +1,9 @@
 """API keys from the settings and created ones: revocation, rotation and storage."""
 
 import asyncio
+import getpass
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -40,13 +42,13 @@ async def open_session(stand: Stand, key: str) -> str:
     return str(response.json()["session_id"])
 
 
-async def command(stand: Stand, *arguments: str) -> str:
-    """Runs `fovea keys` beside the running gateway; returns its output."""
+async def command(stand: Stand, *arguments: str, program: str = "keys") -> str:
+    """Runs `fovea keys`, or another program, beside the running gateway; returns its output."""
     environment = dict(os.environ)
     if url := stand.overrides.get("database_url"):
         environment["FOVEA_GATEWAY_DATABASE_URL"] = url
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "fovea_gateway.access.access_command", "keys", *arguments,
+        sys.executable, "-m", "fovea_gateway.access.access_command", program, *arguments,
         "--state-dir", str(stand.state_dir),
         env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
@@ -228,6 +230,78 @@ async def test_a_key_of_a_narrow_scope_is_refused_in_words_that_the_sdk_prints(s
         return await sessions(stand, key) == "this API key has expired"
 
     await eventually(is_expired)
+
+
+async def test_commands_on_the_database_are_in_the_audit_log(stand: Stand) -> None:
+    """As changes over REST are, although no gateway takes part; the entry names the user of the machine."""
+    admin = (await command(stand, "create", "--owner", "root", "--scope", "admin")).strip()
+    await command(stand, "create", "--owner", "alice")
+    alice = (await rows(stand))["alice"][0]
+    await command(stand, "expire", alice, "--days", "2")
+    await command(stand, "revoke", alice)
+    await command(stand, "set", "alice", "--weight", "2", program="owners")
+    await command(stand, "host:1", program="drain")
+
+    async with stand.http(admin) as http:
+        answer = await http.get("audit", params={"owner": "the command line"})
+        wrong = await http.get("audit", params={"event": "keys.create"})
+    found = [(each["event"], each["event_details"]) for each in answer.json()["entries"]]
+    assert [(event, details["route"], details["object_id"]) for event, details in found[1:]] == [
+        ("key_create", "fovea keys create", alice),
+        ("key_expiry_set", "fovea keys expire", alice),
+        ("key_revoke", "fovea keys revoke", alice),
+        ("owner_set", "fovea owners set", "alice"),
+        ("trainer_drain", "fovea drain", "host:1"),
+    ]
+    assert {details["key_id"] for _, details in found} == {f"{getpass.getuser()}@{socket.gethostname()}"}
+    assert (wrong.status_code, wrong.json()["detail"]) == (
+        400, "event is 'keys.create'; there is none of that name, but 'key_create'"
+    )  # fmt: skip
+
+    shown = (await command(stand, "--event", "key_create", "--most", "1", program="audit")).splitlines()
+    assert len(shown) == 2
+    assert shown[1].split()[-5:] == ["ok", "1", "fovea", "keys", "create"]
+
+
+async def test_the_last_key_of_an_administrator_is_not_revoked_silently(stand: Stand, tmp_path: Path) -> None:
+    folder = str(tmp_path / "fresh")
+
+    def keys(*arguments: str) -> str:
+        command = [
+            sys.executable,
+            "-m",
+            "fovea_gateway.access.access_command",
+            "keys",
+            *arguments,
+            "--state-dir",
+            folder,
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+    ids = [keys("create", "--owner", "root", "--scope", "admin").split("key ")[1].split()[0] for _ in range(2)]
+    assert "is left" not in keys("revoke", ids[0])
+    assert "no valid key of scope admin is left" in keys("revoke", ids[1])
+
+
+async def test_a_new_key_is_not_expired(stand: Stand) -> None:
+    async with stand.http((await command(stand, "create", "--owner", "root", "--scope", "admin")).strip()) as http:
+        past = await http.post("keys", json={"owner": "eve", "expires_at": 1e9})
+        misspelt = await http.put("owners/eve", json={"max_model": 3})
+    assert past.status_code == misspelt.status_code == 400
+    assert (past.json()["field"], "in the past" in past.json()["detail"]) == ("expires_at", True)
+    assert misspelt.json()["detail"] == "max_model: there is no such field; did you mean 'max_models'?"
+
+
+def test_a_database_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fovea_gateway.access.access_command", "keys", "list"]
+    url = "postgresql://fovea:s3cret@127.0.0.1:1/state"
+    environment = os.environ | {"FOVEA_GATEWAY_DATABASE_URL": url}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1
+    assert lines[-1].startswith("fovea keys: PostgreSQL state at 127.0.0.1:1 refuses: connection failed: ")
+    assert "Traceback" not in ended.stderr
+    assert "s3cret" not in ended.stderr
 
 
 def test_a_scope_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.contract.gateway.fakes import MODEL, FakeTrainer
 from tests.contract.gateway.recovering import RecoveringTrainer
 from tests.contract.gateway.requests import PNG, Rest, image_input, text_datum
 from tests.contract.gateway.test_grpc_front import KEYED, create, records, text, upload, wait
+from tests.contract.gateway.test_keys import command
 from tests.contract.gateway.test_postgresql import CLIENTS, Load, Patient, check_once, kill, slow_down
 from tests.contract.gateway.test_process import Process
 from tests.postgresql import Server
@@ -93,6 +94,19 @@ async def clients(front: Front) -> AsyncIterator[list[Rest]]:
             "new sessions must go to the shard with the fewest"
         )
         yield sorted(found, key=lambda each: shard_of(each.session_id) or 0)
+
+
+async def test_a_command_is_in_the_audit_log_of_all_shards(front: Front) -> None:
+    """The command sees views of all shards in place of the tables, and writes into the table of the first shard."""
+    admin = (await command(front.stand, "create", "--owner", "root", "--scope", "admin")).strip()
+    async with httpx.AsyncClient(base_url=f"{front.url}/api/v1/", headers={"X-API-Key": admin}, timeout=60) as http:
+
+        async def is_known() -> bool:
+            return (await http.get("sessions")).status_code == 200
+
+        await eventually(is_known)
+        (entry,) = (await http.get("audit", params={"event": "key_create"})).json()["entries"]
+    assert entry["event_details"]["route"] == "fovea keys create"
 
 
 async def test_the_sdk_trains_and_samples_in_both_shards(front: Front) -> None:

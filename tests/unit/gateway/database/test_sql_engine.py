@@ -7,7 +7,12 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.sql_engine import describe, parse_url
 from tests.postgresql import PASSWORD, Server
 
-WRONG = ["postgresql://fovea:s3cret@host:port/db", "s3cret", "mysql://fovea:s3cret@host/db"]
+WRONG = [
+    "postgresql://fovea:s3cret@host:port/db",
+    "s3cret",
+    "mysql://fovea:s3cret@host/db",
+    "postgresql://fovea:pass@s3cret@host/db",
+]
 
 
 @pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])
