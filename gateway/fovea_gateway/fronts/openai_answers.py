@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.wire.conventions import MESSAGE_BYTES
-from fovea.wire.errors import FoveaError, Internal, InvalidInput, PayloadTooLarge, Unimplemented
+from fovea.wire.errors import FoveaError, Internal, InvalidInput, NotFound, PayloadTooLarge, Unimplemented
+from fovea_gateway.checkpoints.checkpoint import SCHEME
 from fovea_gateway.http.model_inputs import decode_image
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sampling.sample_runner import SamplingSession
@@ -120,7 +121,9 @@ class OpenAIAnswers:
         try:
             return await self._sampling.named(owner, model)
         except FoveaError as error:
-            raise type(error)(error.message, "model", **error.metadata) from None
+            is_name = isinstance(error, NotFound) and not model.startswith(SCHEME)
+            hint = ", or a checkpoint's path (tinker://RUN/sampler_weights/NAME)" if is_name else ""
+            raise type(error)(error.message + hint, "model", **error.metadata) from None
 
     async def _sample_all(
         self, sampling: SamplingSession, plan: sampler_pb2.OpenAIPlan, images: list[MessageImage], told: Told

@@ -124,7 +124,7 @@ async def test_images_of_responses_and_messages_go_to_the_renderer(stand: Stand,
 @pytest.mark.parametrize(
     ("change", "status", "kind", "said"),
     [
-        ({"model": "none"}, 404, "not_found_error", "field model"),
+        ({"model": "none"}, 404, "not_found_error", "or a checkpoint's path (tinker://RUN/sampler_weights/NAME)"),
         ({"unknown": 1}, 400, "invalid_request_error", "field unknown"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]}, 400,
          "invalid_request_error", "messages.0.content.0.source.url is missing"),
