@@ -200,6 +200,26 @@ async def _sampled_tokens(rest: Rest) -> int:
     return sum(day["sampled_tokens"] for day in usage)
 
 
+async def test_an_image_alone_is_asked_the_question_of_the_checkpoints_training(
+    stand: Stand, http: httpx.AsyncClient, rest: Rest
+) -> None:
+    asking_for = {"question": "Which shape?", "system_prompt": "Be short."}
+    saving = await rest.ok(
+        "save_weights_for_sampler", model_id=await rest.create_model(), seq_id=1, path="w", user_metadata=asking_for
+    )
+    path = (await rest.result(saving["request_id"]))["path"]
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+    alone = {"messages": [{"role": "user", "content": [image]}]}
+    beside = {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "Which?"}]}]}
+    for model, chat in ((path, alone), (path, beside), (CHAT["model"], alone)):
+        await http.post("chat/completions", json={**CHAT, **chat, "model": model})
+    trained, given, base = [json.loads(one.body)["messages"] for one in stand.samplers[0].of("AnswerOpenAI")]
+    assert trained[0] == {"role": "system", "content": "Be short."}
+    assert [part.get("text") for part in trained[1]["content"]] == [None, "Which shape?"]
+    assert [part.get("text") for part in given[0]["content"]] == [None, "Which?"]
+    assert [part.get("text") for part in base[0]["content"]] == [None]
+
+
 @pytest.mark.parametrize(
     ("said", "side"),
     [("512", 512), ("0", 0), (None, 0), ("many", 0), ("-3", 0), ("9" * 5000, 0)],
