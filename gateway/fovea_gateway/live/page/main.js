@@ -102,7 +102,7 @@ function showModels(changed) {
   filterModels();
 }
 
-// A run that was resumed under its own name has one entry: the last part that has trained, whose curve has the earlier parts.
+// A run that was resumed under its own name has one entry: the last part that has trained. Its curve has the earlier parts.
 function partsOf() {
   const hidden = new Set();
   for (const model of models.values()) {
