@@ -9,14 +9,49 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from fovea.wire import conventions
 from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
 from fovea_rollout.environments.environment import THINK_CLOSE, THINK_OPEN, read_answer
 from fovea_rollout.messages import Message, Part, Picture, Role
 from fovea_rollout.pictures import PictureColumn, read_picture
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content", "weight"}
+_NO_TURNS: list[list[str]] = [[], ["system"]]
+_MOST_CHARACTERS = 4000
+"""The longest texts that are worth a place in each checkpoint's metadata."""
 _PICTURE_FIELDS = {"image": "image", "image_url": "image_url", "input_image": "image_url"}
 """The field of the picture, by type of part."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The texts that ask about one picture, which comes first in the user's message.
+
+    Attributes:
+        question: The user's text.
+        system_prompt: Text of a system message before it; empty for none.
+    """
+
+    question: str
+    system_prompt: str = ""
+
+    @classmethod
+    def recorded(cls, metadata: Mapping[str, str]) -> Asking | None:
+        """Returns the texts in a checkpoint's user metadata; None if it has no question."""
+        question = metadata.get(conventions.QUESTION)
+        return cls(question, metadata.get(conventions.SYSTEM_PROMPT, "")) if question else None
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The entries of a checkpoint's user metadata."""
+        system = {conventions.SYSTEM_PROMPT: self.system_prompt} if self.system_prompt else {}
+        return {conventions.QUESTION: self.question, **system}
+
+    def messages(self, picture: Any) -> list[dict[str, Any]]:
+        """Returns the messages that ask about a picture, in the format of `RowReader`."""
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": self.question}]
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": content}]
 
 
 @dataclass(frozen=True)
@@ -42,6 +77,16 @@ class Conversation:
     def answer(self) -> str:
         """The last answer without its thinking."""
         return read_answer(self.messages[-1].text, is_cut=False).text
+
+    @property
+    def asking(self) -> Asking | None:
+        """The texts of a question about one picture; None for a question of another form."""
+        *before, last = self.question
+        match last.parts:
+            case (Picture(), str(text)) if last.role == "user" and text and [one.role for one in before] in _NO_TURNS:
+                system = before[0].text if before else ""
+                return Asking(text, system) if len(text) + len(system) <= _MOST_CHARACTERS else None
+        return None
 
 
 @dataclass(frozen=True)
@@ -79,7 +124,8 @@ class RowReader:
             weights = [0] * len(prompt) + [1] * len(completion)
         else:
             raise InvalidInput(
-                f"{where}: the row has neither messages nor prompt and completion; its columns are {sorted(row)}",
+                f"{where}: the row has neither messages nor prompt and completion; its columns are {sorted(row)}. Give"
+                " load_chats a `convert` that returns a row with either",
                 field=where,
             )
         return learnt(messages, weights, where)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fovea.wire.errors import InvalidInput
-from fovea_data.conversation import Conversation, RowReader, check_positive, naming_row
+from fovea_data.conversation import Asking, Conversation, RowReader, check_positive, naming_row
 from fovea_data.rows import BLOCKS_IN_MEMORY, ImageFolder, Indices, Joined, JsonLines, Listed, Parquet, Rows
 
 QUESTION = "What is in this picture?"
@@ -114,19 +114,22 @@ class Dataset:
         return Dataset(self._rows, indices, convert=self._convert, max_side=self.max_side)
 
 
-def image_folder(path: str | pathlib.Path, question: str = QUESTION, *, max_side: int | None = MAX_SIDE) -> Dataset:
+def image_folder(
+    path: str | pathlib.Path, question: str = QUESTION, *, system_prompt: str = "", max_side: int | None = MAX_SIDE
+) -> Dataset:
     """Makes a dataset of pictures in one folder per class, `path/CLASS/any.png`. The answer to each is its class.
 
     Args:
         path: The folder.
         question: Question about each picture.
+        system_prompt: Text of a system message before each question; empty for none.
         max_side: The most pixels of a picture's longer side. Larger pictures are shrunk. None does not limit the size.
 
     Raises:
         NotFound: The folder does not exist.
         InvalidInput: The folder has no folders with pictures, or has a file that is not a picture.
     """
-    return Dataset(ImageFolder(pathlib.Path(path), question), max_side=max_side)
+    return Dataset(ImageFolder(pathlib.Path(path), Asking(question, system_prompt).messages), max_side=max_side)
 
 
 def load_chats(
@@ -134,11 +137,19 @@ def load_chats(
     convert: Convert | None = None,
     max_side: int | None = MAX_SIDE,
 ) -> Dataset:
-    """Makes a dataset of `.jsonl` and `.parquet` files, lists and Hugging Face datasets, in a format of `RowReader`.
+    """Makes a dataset of `.jsonl` and `.parquet` files, lists and Hugging Face datasets.
+
+    A row is `{"prompt": text, "completion": text, "image": picture}` or `{"messages": [...]}`, as OpenAI or Hugging
+    Face write them. A picture is a path, a data URL or bytes. `help(RowReader.conversation)` has the details. `convert`
+    makes such a row from any other, for example from a CSV file with the columns `file` and `label`:
+
+        rows = list(csv.DictReader(open("labels.csv")))
+        load_chats(rows, convert=lambda row: {"prompt": "Which?", "completion": row["label"], "image": row["file"]})
 
     Args:
-        sources: One or more sources, one after another. Relative paths of pictures begin at the folder of their file.
-        convert: Converts a row to a format of `RowReader`.
+        sources: One or more sources, one after another. Relative paths of pictures begin at the folder of their file;
+            those of a list begin at the working directory.
+        convert: Returns a row in one of the formats above for a row of a source.
         max_side: The most pixels of a picture's longer side. Larger pictures are shrunk. None does not limit the size.
 
     Raises:

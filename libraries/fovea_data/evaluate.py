@@ -12,8 +12,9 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -22,10 +23,10 @@ import numpy as np
 import typer
 
 from fovea_data.answer_counts import AnswerCounts
-from fovea_data.conversation import Conversation, check_positive, exact_match
+from fovea_data.conversation import Asking, Conversation, check_positive, exact_match
 from fovea_data.dataset import MAX_SIDE, QUESTION, Dataset, image_folder, load_chats
 from fovea_data.rows import JsonLines, Parquet
-from fovea_data.served_limits import ask_limits, picture_side
+from fovea_data.served_limits import ask_limits, checkpoint_metadata, picture_side
 from fovea_rollout.environments.environment import Answer, Environment, Step
 from fovea_rollout.environments.records import Source, load_records
 from fovea_rollout.evaluation import evaluate
@@ -36,6 +37,7 @@ from fovea_rollout.stopping import exiting_with_a_line
 from fovea_rollout.templates.template import ChatTemplate
 
 Kind = Literal["accuracy", "reward"]
+_ASKING = Asking(QUESTION)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Report:
         first_failure: Error of the first failed row; empty if no row failed.
         metrics: The environments' metrics, averaged over rows.
         answers: Numbers of rows by label and answer, if the right answers are labels (see `AnswerCounts.of`).
+        question: Question about each picture; empty unless the data is a folder of pictures.
+        trained_question: Question that the checkpoint was fine-tuned with, if it is recorded.
     """
 
     model: str
@@ -65,6 +69,8 @@ class Report:
     first_failure: str
     metrics: dict[str, float]
     answers: AnswerCounts | None = None
+    question: str = ""
+    trained_question: str = ""
 
     def __str__(self) -> str:
         figure = f"{self.kind} of no row" if self.mean is None else f"{self.kind} {self.mean:.4f}"
@@ -73,6 +79,9 @@ class Report:
         lines = [f"{figure}, {self.rows} rows", *(f"  {name} {value:.4f}" for name, value in self.metrics.items())]
         if self.answers is not None:
             lines.append(str(self.answers))
+        if self.question:
+            differs = self.trained_question not in ("", self.question)
+            lines.append(f'asked "{self.question}"' + f', but trained with "{self.trained_question}"' * differs)
         if self.failed:
             lines.append(f"{self.failed} rows left out; the first: {self.first_failure}")
         return "\n".join(lines)
@@ -121,13 +130,13 @@ class RowEnvironment:
 
 
 def read_sources(
-    path: pathlib.Path, question: str = QUESTION, limit: int | None = None, max_side: int | None = MAX_SIDE
+    path: pathlib.Path, asking: Asking = _ASKING, limit: int | None = None, max_side: int | None = MAX_SIDE
 ) -> tuple[Kind, list[Source]]:
     """Returns the sources of a picture folder, or of a `.jsonl` or `.parquet` file with records or chats.
 
     Args:
         path: The folder or file.
-        question: Question about each picture of a folder.
+        asking: Question about each picture of a folder, and the system prompt.
         limit: The most rows, evenly spread over the data; None for all.
         max_side: The most pixels of a picture's longer side, except in records. None does not limit the size.
 
@@ -142,7 +151,10 @@ def read_sources(
         sources = list(load_records(path))
     else:
         kind = "accuracy"
-        dataset = load_chats(path, max_side=max_side) if is_file else image_folder(path, question, max_side=max_side)
+        if is_file:
+            dataset = load_chats(path, max_side=max_side)
+        else:
+            dataset = image_folder(path, asking.question, system_prompt=asking.system_prompt, max_side=max_side)
         sources = [RowSource(dataset, at) for at in range(len(dataset))]
     if limit is not None and limit < len(sources):
         check_positive(limit=limit)
@@ -190,7 +202,13 @@ def main(
     api_key: Annotated[
         str, typer.Option(envvar="TINKER_API_KEY", help="API key of the server; better set as variable.")
     ] = "tml-local",
-    question: Annotated[str, typer.Option(help="Question about each picture of a folder.")] = QUESTION,
+    question: Annotated[
+        str,
+        typer.Option(
+            help="Question about each picture of a folder. Default: the question that the checkpoint was fine-tuned"
+            f" with, or '{QUESTION}'"
+        ),
+    ] = "",
     limit: Annotated[
         int | None, typer.Option(min=1, help="The most rows, evenly spread over the data; default: all.")
     ] = None,
@@ -220,13 +238,23 @@ def main(
 
         from fovea_rollout.policies.tinker_policy import TinkerPolicy
 
-        side = _picture_side(model, max_side, base_url, api_key)
-        kind, sources = read_sources(data, question, limit, side)
         with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
-            if model.startswith("tinker://"):
+            is_checkpoint = model.startswith("tinker://")
+            metadata: Mapping[str, str] = {}
+            if is_checkpoint:
+                metadata = checkpoint_metadata(tinker.RestClient(base_url=base_url, api_key=api_key), model)
+            side = picture_side(metadata, MAX_SIDE) if max_side is None else max_side or None
+            trained = Asking.recorded(metadata)
+            asking = trained or _ASKING
+            if question:
+                asking = replace(asking, question=question)
+            kind, sources = read_sources(data, asking, limit, side)
+            if is_checkpoint:
                 sampling = service.create_sampling_client(model_path=model).result()
             else:
                 sampling = service.create_sampling_client(base_model=model).result()
+            asked = f', asked "{asking.question}"' if data.is_dir() else ""
+            print(f"evaluating {model} on {len(sources)} rows of {data}{asked}", file=sys.stderr)
             played = measure(
                 TinkerPolicy(sampling),
                 ChatTemplate(sampling.get_tokenizer()),
@@ -239,18 +267,10 @@ def main(
                 progress=None,
             )
             report = asyncio.run(played)
+    if data.is_dir():
+        report = replace(report, question=asking.question, trained_question=trained.question if trained else "")
     print(json.dumps(asdict(report)) if as_json else report)
     raise typer.Exit(0 if not report.failed else 1 if report.rows else 2)
-
-
-def _picture_side(model: str, given: int | None, base_url: str, api_key: str) -> int | None:
-    if given is not None:
-        return given if given > 0 else None
-    if not model.startswith("tinker://"):
-        return MAX_SIDE
-    import tinker
-
-    return picture_side(tinker.RestClient(base_url=base_url, api_key=api_key), model, MAX_SIDE)
 
 
 def _has_records(path: pathlib.Path) -> bool:

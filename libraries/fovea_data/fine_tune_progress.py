@@ -27,6 +27,21 @@ class FineTuneState(RunState):
     misses: int = 0
     is_finished: bool = False
 
+    def ending(self, steps: int, was_finished: bool) -> str:
+        """Returns a sentence on the end of a run of `steps` steps and on the weights that it keeps.
+
+        Args:
+            steps: The number of steps of the whole run.
+            was_finished: Whether the run had ended before this call, so that there was nothing to train.
+        """
+        end = f"finished all {steps} steps"
+        if self.step < steps:
+            end = f"stopped early at step {self.step} of {steps}: no better held-out loss in {self.misses} evaluations"
+        kept = f"kept step {self.best_step}"
+        if self.best_loss is not None:
+            kept += f", which has the lowest held-out loss ({self.best_loss:.3f})"
+        return f"{'nothing left to train, the run had ' if was_finished else ''}{end}; {kept}: {self.weights}"
+
 
 class CheckProgress(ProgressLines):
     """The line of the rows that are checked before the first step. A context manager.

@@ -7,6 +7,7 @@ import logging
 import math
 import pathlib
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from fovea_data.connection import Connection, Server
 from fovea_data.conversation import Conversation, check_positive, exact_match
 from fovea_data.dataset import Dataset
 from fovea_data.fine_tune_progress import CheckProgress, FineTuneProgress, FineTuneState
-from fovea_data.row_check import BrokenRows, RowEncoder, check_rows
+from fovea_data.row_check import BrokenRows, CheckedRows, RowEncoder, check_rows
 from fovea_data.rows import Indices
 from fovea_data.tuned_model import TunedModel, answers
 from fovea_rollout.loop.live_reports import LiveReports
@@ -115,7 +116,8 @@ def fine_tune(
     A killed run resumes at its last evaluation: call `fine_tune` again with the same folder, settings and rows.
 
     Args:
-        train: Rows to learn. The checkpoints record the limit of their pictures' size (`max_side`).
+        train: Rows to learn. The checkpoints record the limit of their pictures' size (`max_side`), and the question
+            and system prompt if each row asks about one picture in the same words.
         held_out: Rows to evaluate on, with the same `max_side`. Without them training never stops early, and keeps the
             last weights.
         settings: Settings; None takes the defaults.
@@ -125,7 +127,8 @@ def fine_tune(
         api_key: API key; None reads TINKER_API_KEY.
         loggers: Names of installed packages, or own objects, to log to besides `metrics.jsonl`.
         score: Scores the answer to a held-out row, 0 to 1. The mean is `accuracy`.
-        progress: Whether to show a line of progress. None shows it on a terminal, and elsewhere every half minute.
+        progress: Whether to show a line of progress, and one on the end of the run with the path of the weights. None
+            shows the first on a terminal, and elsewhere every half minute.
 
     Returns:
         The model. Close it, or use it as a context manager. Until then the server keeps it in training.
@@ -168,16 +171,20 @@ def fine_tune(
             name=folder.resolve().name,
         )
         encoder = RowEncoder(connection.encoder, limits)
-        train, held_out = _checked(train, held_out, encoder, settings, state, state_file, progress)
+        learnt, kept = _checked(train, held_out, encoder, settings, state, state_file, progress)
         with ExitStack() as closing:
             lines = closing.enter_context(contextlib.closing(JsonLinesLogger(folder / "metrics.jsonl", state.step)))
             more = [closing.enter_context(contextlib.closing(one)) for one in open_loggers(loggers, folder)]
             scored = score if samples else None
-            run = _Run(connection, encoder, train, held_out, settings, state, state_file, [lines, *more], scored)
+            run = _Run(connection, encoder, learnt, kept, settings, state, state_file, [lines, *more], scored)
+            was_finished = state.is_finished
             with FineTuneProgress(run.step_count, state.step, progress) as shown:
                 sampling = run.run(shown)
+            if progress is not False:
+                print(state.ending(run.step_count, was_finished), file=sys.stderr)
         exits.pop_all()  # the model closes the connection from here on
-        return TunedModel(connection, state.weights, state.state, sampling, lines.rows(), train.max_side)
+        rows = lines.rows()
+        return TunedModel(connection, state.weights, state.state, sampling, rows, train.max_side, learnt.asking)
 
 
 def _stop_line(folder: pathlib.Path) -> str:
@@ -201,8 +208,8 @@ def _checked(
     state: FineTuneState,
     state_file: pathlib.Path,
     progress: bool | None,
-) -> tuple[Dataset, Dataset | None]:
-    """Returns the rows that can be learnt. Raises InvalidInput if a resumed run had other rows."""
+) -> tuple[CheckedRows, Dataset | None]:
+    """Returns the rows that can be learnt, and held-out ones. Raises InvalidInput if a resumed run had other rows."""
     named = {"train": train} if held_out is None else {"train": train, "held_out": held_out}
     with CheckProgress(sum(map(len, named.values())), progress) as shown:
         checked = {
@@ -213,7 +220,7 @@ def _checked(
             logger.warning("%d of %d rows of %s are broken and left out", found.left_out, len(named[name]), name)
     prints = [found.fingerprint for found in checked.values()]
     state.confirm(state_file, dict(zip_longest(_ROWS, prints)))
-    return checked["train"].rows, checked["held_out"].rows if held_out is not None else None
+    return checked["train"], checked["held_out"].rows if held_out is not None else None
 
 
 @dataclass
@@ -237,7 +244,7 @@ class _Run:
         self,
         connection: Connection,
         encoder: RowEncoder,
-        train: Dataset,
+        learnt: CheckedRows,
         held_out: Dataset | None,
         settings: FineTuneSettings,
         state: FineTuneState,
@@ -246,6 +253,7 @@ class _Run:
         score: Score | None,
     ) -> None:
         self._connection, self._encoder = connection, encoder
+        train = learnt.rows
         self._train, self._held_out, self._settings = train, held_out, settings
         self._state, self._state_file, self._loggers, self._score = state, state_file, loggers, score
         self._epoch_steps = math.ceil(len(train) / settings.batch_size)
@@ -253,7 +261,8 @@ class _Run:
         self._order: Callable[[int], Indices] = lru_cache(maxsize=1)(lambda epoch: train.order(settings.seed, epoch))
         self._peak = connection.learning_rate if settings.learning_rate is None else settings.learning_rate
         side = train.max_side
-        self._metadata = {MAX_PICTURE_SIDE: str(0 if side is None else side)}
+        asked = learnt.asking.metadata if learnt.asking else {}
+        self._metadata = {MAX_PICTURE_SIDE: str(0 if side is None else side), **asked}
         server, model_id = connection.server, connection.training.model_id
         self._live = LiveReports.from_environment(model_id, server.base_url, server.api_key)
 

@@ -10,10 +10,11 @@ import json
 import logging
 import os
 import pathlib
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
@@ -25,8 +26,12 @@ from fovea.runtime.model_files import read_json
 from fovea.wire.conventions import MAX_PICTURE_SIDE
 from fovea.wire.errors import AlreadyExists, FailedPrecondition, InvalidInput
 from fovea_data.base_model import base_directory, check_room, copy_small_files
-from fovea_data.served_limits import ask_limits, picture_side
+from fovea_data.conversation import Asking
+from fovea_data.served_limits import ask_limits, find_checkpoint, picture_side
 from fovea_rollout.stopping import exiting_with_a_line
+
+if TYPE_CHECKING:
+    import tinker
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +50,22 @@ def export_model(
 ) -> pathlib.Path:
     """Writes a checkpoint of a running server into a new folder, which appears only when it is complete.
 
+    A folder that already holds this export is left as it is.
+
     Args:
         path: `tinker://...`, a checkpoint of any type.
-        directory: The folder, which must be empty or not exist.
+        directory: The folder, which must be empty or not exist, or hold the same export.
         merged: Whether to merge an adapter into its base model. Required for a checkpoint of full parameters.
         base: The base model's directory or hub name; None takes the name in the checkpoint.
         base_url: Address of a Tinker server; None reads TINKER_BASE_URL.
         api_key: API key; None reads TINKER_API_KEY.
-        progress: Whether to show bars of progress; None shows them on a terminal only.
+        progress: Whether to show bars of progress; None shows them on a terminal, and elsewhere a line for each.
 
     Returns:
         The folder.
 
     Raises:
-        AlreadyExists: The folder has files.
+        AlreadyExists: The folder has other files.
         InvalidInput: `path` is malformed, or is a checkpoint of full parameters without `merged`; or the adapter does
             not fit the base model.
         NotFound: The checkpoint or the base model does not exist.
@@ -71,7 +78,8 @@ def export_model(
     if not path.startswith("tinker://"):
         raise InvalidInput(f"{path!r} is not a checkpoint path: write tinker://RUN/KIND/NAME", field="path")
     folder = pathlib.Path(directory)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    has_files = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if has_files and not _holds(folder, merged, _origin(path)):
         raise AlreadyExists(f"{folder} already has files: give a new folder", field="directory")
     ask_limits(base_url, api_key)  # raises at once if no server responds or the key is wrong
     import tinker  # late, because it takes seconds
@@ -79,7 +87,14 @@ def export_model(
     from fovea_data.checkpoint_download import download_checkpoint
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    side = picture_side(tinker.RestClient(base_url=base_url, api_key=api_key), path, None)
+    found = find_checkpoint(tinker.RestClient(base_url=base_url, api_key=api_key), path)
+    if has_files:
+        if found is None or not _holds(folder, merged, _origin(path, found)):
+            raise AlreadyExists(
+                f"{folder} already has an export of earlier weights of this path: give a new folder", field="directory"
+            )
+        logger.warning("%s already holds this export", folder)
+        return folder
     notes: list[str] = []
     with _filled(folder) as staging, _Bars(progress) as bars:
         fetched, made = staging / "fetched", staging / "made"
@@ -95,7 +110,7 @@ def export_model(
             raise InvalidInput(
                 f"{path} has full parameters and no adapter: export it with merged=True (--merged)", field="merged"
             )
-        _describe(made, path, name, side, notes)
+        _describe(made, _origin(path, found), name, (found.user_metadata if found else None) or {}, notes)
     return folder
 
 
@@ -145,34 +160,61 @@ def _filled(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         (staging / "made").rename(folder)
 
 
-def _describe(folder: pathlib.Path, path: str, base: str, side: int | None, notes: list[str]) -> None:
-    """Writes README.md for the hub, with the size of the pictures and notes on loading the model."""
+def _origin(path: str, found: tinker.types.Checkpoint | None = None) -> str:
+    """Returns the words of a README on the origin of its weights, or their beginning for an unknown checkpoint."""
+    return f"Exported from `{path}`" + (f", saved at {found.time.isoformat()}." if found else "")
+
+
+def _holds(folder: pathlib.Path, merged: bool, origin: str) -> bool:
+    """Returns whether a folder is an export of this kind and origin."""
+    readme = folder / "README.md"
+    has_kind = (folder / ("config.json" if merged else _ADAPTER_CONFIG)).is_file()
+    has_kind &= merged != (folder / _ADAPTER_CONFIG).is_file()
+    return has_kind and readme.is_file() and origin in readme.read_text()
+
+
+def _describe(folder: pathlib.Path, origin: str, base: str, metadata: Mapping[str, str], notes: list[str]) -> None:
+    """Writes README.md for the hub, with the pictures' size and question in training, and notes on loading."""
+    side, asking = picture_side(metadata, None), Asking.recorded(metadata)
     is_adapter = (folder / _ADAPTER_CONFIG).is_file()
     lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}"]
     if base.count("/") == 1 and not base.startswith((".", "/", "~")):
         lines.append(f"base_model: {base}")
     if side is not None:
         lines.append(f"{MAX_PICTURE_SIDE}: {side}")
-    lines += ["tags:", "- fovea", "---", "", f"Exported from `{path}`.", ""]
+    lines += ["tags:", "- fovea", "---", "", origin, ""]
     if side is not None:
         lines += [
             f"Trained on pictures of at most {side} pixels on the longer side. Shrink larger pictures first, with"
             f" Pillow: `image.thumbnail(({side}, {side}), Image.Resampling.BICUBIC)`.",
             "",
         ]
+    if asking is not None:
+        lines += [
+            "Trained with the picture first and then this text; ask with the same:",
+            "",
+            *_quoted(asking.question),
+        ]
+        if asking.system_prompt:
+            lines += ["The system prompt was:", "", *_quoted(asking.system_prompt)]
     lines += [line for note in notes for line in (note, "")]
     (folder / "README.md").write_text("\n".join(lines))
+
+
+def _quoted(text: str) -> list[str]:
+    return [*(f"    {line}" for line in text.splitlines()), ""]
 
 
 class _Bars:
     """Bars of progress for the download and the merge. A context manager.
 
     Args:
-        is_shown: Whether to show the bars; None shows them on a terminal only.
+        is_shown: Whether to show the bars; None shows them on a terminal, and elsewhere a plain line when each begins.
     """
 
     def __init__(self, is_shown: bool | None) -> None:
         console = Console(stderr=True)
+        self._is_plain = is_shown is None and not console.is_terminal
         self._bars = Progress(
             TextColumn("{task.description:<8}"),
             BarColumn(),
@@ -192,6 +234,8 @@ class _Bars:
 
     def of(self, name: str) -> Callable[[int, int], None]:
         """Returns a function that updates a new bar with the finished bytes and all bytes."""
+        if self._is_plain:
+            print(f"{name} ...", file=sys.stderr, flush=True)
         task = self._bars.add_task(name, total=None)
         return lambda done, whole: self._bars.update(task, completed=done, total=max(whole, done))
 

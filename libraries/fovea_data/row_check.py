@@ -17,7 +17,7 @@ import tinker
 from tinker.types import ImageChunk
 
 from fovea.wire.errors import InvalidInput
-from fovea_data.conversation import Conversation, naming_row
+from fovea_data.conversation import Asking, Conversation, naming_row
 from fovea_data.dataset import Dataset
 from fovea_data.encoder import Encoder
 from fovea_data.served_limits import ServedLimits
@@ -60,11 +60,13 @@ class CheckedRows:
         rows: The rows without broken ones.
         left_out: The number of broken rows.
         fingerprint: A text that depends on the content of the rows, and on which rows are broken.
+        asking: The texts that ask about the picture, if each row has one picture and the same texts.
     """
 
     rows: Dataset
     left_out: int
     fingerprint: str
+    asking: Asking | None
 
 
 def check_rows(
@@ -83,9 +85,10 @@ def check_rows(
         InvalidInput: A row is broken and `broken` is `refuse`, or all rows are broken. The error names the first one.
     """
     digest, places, first = hashlib.sha256(), array("q"), ""
+    askings: set[Asking | None] = set()
     for index in range(len(rows)):
         try:
-            _, data = encoder.encoded(rows, index)
+            row, data = encoder.encoded(rows, index)
         except InvalidInput as error:
             if broken == "refuse":
                 raise
@@ -95,11 +98,14 @@ def check_rows(
         else:
             places.append(index)
             digest.update(_digest(data))
+            if len(askings) < 2:
+                askings.add(row.asking)
         on_row()
     if not places:
         raise InvalidInput(f"all {len(rows)} rows of {name} are broken; the first: {first}", field=name)
     right = rows if len(places) == len(rows) else rows.part(rows.indices[np.array(places, np.int64)])
-    return CheckedRows(right, len(rows) - len(places), f"{len(rows)} rows, {digest.hexdigest()[:16]}")
+    asking = askings.pop() if len(askings) == 1 else None
+    return CheckedRows(right, len(rows) - len(places), f"{len(rows)} rows, {digest.hexdigest()[:16]}", asking)
 
 
 def _digest(data: list[tinker.Datum]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -141,21 +141,23 @@ class Listed(Rows):
 
 
 class ImageFolder(Rows):
-    """Pictures in one folder per class: a row is `{"prompt": question and picture, "completion": the folder's name}`.
+    """Pictures in one folder per class: a row is `{"prompt": messages, "completion": the folder's name}`.
 
-    Underscores in a folder's name become blanks. Files that are not pictures, folders inside the folder of a class, and
-    pictures outside these folders are refused. Hidden files are ignored.
+    `ask` makes the messages from the path of a picture. Underscores in a folder's name become blanks. Files that are
+    not pictures, folders inside the folder of a class, and pictures outside these folders are refused. Hidden files are
+    ignored.
     """
 
-    def __init__(self, folder: pathlib.Path, question: str) -> None:
+    def __init__(self, folder: pathlib.Path, ask: Callable[[pathlib.Path], list[dict[str, Any]]]) -> None:
         if folder.is_file():
             raise InvalidInput(
-                f"{folder} is a file: give a folder with a folder of pictures per class, or a .jsonl or .parquet file",
+                f"{folder} is a file: give a folder with a folder of pictures per class. load_chats reads a .jsonl or"
+                " .parquet file, and with `convert` the rows of a .csv",
                 field="path",
             )
         if not folder.is_dir():
             raise NotFound(f"the folder {folder} does not exist", field="path")
-        self._question = question
+        self._ask = ask
         seen = sorted(one for one in folder.iterdir() if not one.name.startswith("."))
         classes = [one for one in seen if one.is_dir()]
         self._files = [file for one in classes for file in sorted(one.iterdir()) if not file.name.startswith(".")]
@@ -184,8 +186,7 @@ class ImageFolder(Rows):
 
     def row(self, index: int) -> Any:
         file = self._files[index]
-        content = [{"type": "image", "image": file.resolve()}, {"type": "text", "text": self._question}]
-        return {"prompt": [{"role": "user", "content": content}], "completion": file.parent.name.replace("_", " ")}
+        return {"prompt": self._ask(file.resolve()), "completion": file.parent.name.replace("_", " ")}
 
     def where(self, index: int) -> str:
         return str(self._files[index])

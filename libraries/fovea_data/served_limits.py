@@ -1,4 +1,4 @@
-"""Limits of a served model, which the SDK does not pass on, and the picture size that a checkpoint was trained with.
+"""Limits of a served model, which the SDK does not pass on, and the metadata of a checkpoint.
 
 Requesting the limits also finds out at once whether a server responds.
 """
@@ -116,14 +116,27 @@ def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, Served
     return {str(one.get("model_name")): ServedLimits(**{name: one.get(name) for name in names}) for one in models}
 
 
-def picture_side(rest: tinker.RestClient, path: str, default: int | None) -> int | None:
-    """Returns the most pixels of the longer side of a picture for a checkpoint; None is no limit.
+def picture_side(metadata: Mapping[str, str], default: int | None) -> int | None:
+    """Returns the most pixels of a picture's longer side, as a checkpoint's user metadata records; None is no limit.
+
+    Without a recorded limit it returns the default.
+    """
+    side = conventions.picture_side(metadata)
+    return default if side is None else side or None
+
+
+def checkpoint_metadata(rest: tinker.RestClient, path: str) -> Mapping[str, str]:
+    """Returns a checkpoint's user metadata; empty for one that `find_checkpoint` does not find. Raises its errors."""
+    found = find_checkpoint(rest, path)
+    return (found.user_metadata if found else None) or {}
+
+
+def find_checkpoint(rest: tinker.RestClient, path: str) -> tinker.types.Checkpoint | None:
+    """Returns a checkpoint; None if the client's owner has none with this path.
 
     Args:
         rest: Client of the server.
         path: Path of the checkpoint, `tinker://...`.
-        default: The result for a checkpoint without a recorded limit, and for a checkpoint of another owner, which the
-            client cannot list.
 
     Raises:
         InvalidInput: The path is malformed.
@@ -138,6 +151,5 @@ def picture_side(rest: tinker.RestClient, path: str, default: int | None) -> int
     try:
         listed = rest.list_checkpoints(run).result().checkpoints
     except (tinker.NotFoundError, tinker.PermissionDeniedError):
-        return default
-    side = conventions.picture_side(next((one.user_metadata or {} for one in listed if one.tinker_path == path), {}))
-    return default if side is None else side or None
+        return None
+    return next((one for one in listed if one.tinker_path == path), None)

@@ -12,6 +12,7 @@ import tinker
 
 from fovea.wire.errors import FailedPrecondition
 from fovea_data.connection import Connection
+from fovea_data.conversation import Asking, RowReader
 from fovea_data.encoder import Encoder
 from fovea_data.model_export import export_model
 from fovea_data.pictures import read_picture
@@ -31,6 +32,7 @@ class TunedModel:
         history: The rows of `metrics.jsonl`: one mapping per step or evaluation.
         max_side: The most pixels of a picture's longer side in training. Larger pictures are shrunk to it before the
             model sees them. None does not limit the size.
+        asking: The texts that asked about the picture in training, if all rows had the same.
     """
 
     connection: Connection
@@ -39,6 +41,7 @@ class TunedModel:
     sampling: tinker.SamplingClient | None
     history: Sequence[dict[str, float]]
     max_side: int | None = None
+    asking: Asking | None = None
 
     def close(self) -> None:
         """Ends the session. The server drops weights that are not saved."""
@@ -73,11 +76,15 @@ class TunedModel:
 
         Args:
             parts: Texts, pictures and paths of pictures, in order. A text that is the path of an existing picture is
-                read as a path. Pictures are shrunk to `max_side`, as in training.
+                read as a path. Pictures are shrunk to `max_side`, as in training. A picture alone is asked the question
+                of training (`asking`).
             max_tokens: The most tokens of the answer.
         """
         read = tuple(_part(part) for part in parts)
-        return self.answers([(Message("user", read),)], max_tokens)[0]
+        question: Sequence[Message] = (Message("user", read),)
+        if self.asking and len(read) == 1 and isinstance(read[0], Picture):
+            question = RowReader().messages(self.asking.messages(read[0]), "question")
+        return self.answers([question], max_tokens)[0]
 
     def answers(self, questions: Sequence[Sequence[Message]], max_tokens: int = 256) -> list[str]:
         """Returns the model's greedy answer to each question. Pictures are shrunk to `max_side`, as in training.

@@ -80,9 +80,18 @@ class Gateway:
         return [str(each["model_name"]) for each in models if each["trainable"]]
 
     def checkpoints(self) -> Iterator[dict[str, Any]]:
-        """Yields all checkpoints of the caller, page by page."""
+        """Yields all checkpoints of the caller."""
+        return self._all("checkpoints", _PAGE)
+
+    def run_names(self) -> dict[str, str]:
+        """Returns the names of the caller's runs by id. Programs give them, such as `fine_tune`."""
+        named = ((run["training_run_id"], run["user_metadata"]) for run in self._all("training_runs", _PAGE))
+        return {str(run): name for run, metadata in named if (name := metadata.get("name"))}
+
+    def _all(self, kind: str, most: int) -> Iterator[dict[str, Any]]:
+        """Yields all entries of a listing, page by page."""
         offset = 0
-        while page := self.ask("GET", f"checkpoints?limit={_PAGE}&offset={offset}")["checkpoints"]:
+        while page := self.ask("GET", f"{kind}?limit={most}&offset={offset}")[kind]:
             yield from page
             offset += len(page)
 
@@ -101,17 +110,19 @@ def list_checkpoints(
     api_key: ApiKey = PUBLISHED_KEY,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
-    """List your checkpoints, newest first, with creation time, size, expiry and path."""
-    found = sorted(
-        Gateway(base_url, state_dir, api_key).checkpoints(), key=lambda each: str(each["time"]), reverse=True
-    )
+    """List your checkpoints, newest first, with creation time, size, expiry, name of the run and path."""
+    gateway = Gateway(base_url, state_dir, api_key)
+    found = sorted(gateway.checkpoints(), key=lambda each: str(each["time"]), reverse=True)
+    names = gateway.run_names() if found and not as_json else {}
+    width = max(map(len, names.values()), default=0)
     for each in found:
         if as_json:
             typer.echo(json.dumps(each))
         else:
             until = f"until {each['expires_at'][:16]}" if each["expires_at"] else "no expiry"
             size = f"{(each['size_bytes'] or 0) / 2**20:,.1f} MiB"
-            typer.echo(f"{each['time'][:16]}  {size:>14}  {until:<22}  {each['tinker_path']}")
+            name = names.get(each["tinker_path"].removeprefix(_SCHEME).partition("/")[0], "")
+            typer.echo(f"{each['time'][:16]}  {size:>14}  {until:<22}  {name:<{width}}  {each['tinker_path']}")
     if not found and not as_json:
         typer.echo("no checkpoints yet; save_state and save_weights_for_sampler create them", err=True)
 

@@ -18,7 +18,6 @@ import fsspec
 
 from fovea.api.v1 import weights_pb2
 from fovea.runtime.durable import SteadyFile, naming_full_disk, sync_folder
-from fovea.wire import conventions
 from fovea.wire.conventions import PIECE_BYTES, REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import Internal, InvalidInput, NotFound
 
@@ -55,11 +54,6 @@ class Checkpoint:
     created_at: float = field(default_factory=time.time)
     expires_at: float | None = None
     public: bool = False
-
-    @property
-    def picture_side(self) -> int:
-        """The maximum number of pixels of the longer side of images sent to it; 0 means that images keep their size."""
-        return conventions.picture_side(self.user_metadata) or 0
 
 
 class CheckpointPath(NamedTuple):

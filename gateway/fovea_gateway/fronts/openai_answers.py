@@ -5,15 +5,16 @@ Images are removed from the messages first, since only the renderer reads them."
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
-from fovea.wire.conventions import MESSAGE_BYTES
-from fovea.wire.errors import FoveaError, Internal, InvalidInput, PayloadTooLarge, Unimplemented
+from fovea.wire.conventions import MESSAGE_BYTES, QUESTION, SYSTEM_PROMPT, picture_side
+from fovea.wire.errors import FoveaError, Internal, InvalidInput, NotFound, PayloadTooLarge, Unimplemented
+from fovea_gateway.checkpoints.checkpoint import SCHEME
 from fovea_gateway.http.model_inputs import decode_image
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sampling.sample_runner import SamplingSession
@@ -92,12 +93,12 @@ class OpenAIAnswers:
 
         Raises NotFound for an unknown model, the sampler's errors about the request, and the errors of sampling.
         """
-        sampling, max_side = await self._named(owner, asked.model)
+        sampling, metadata = await self._named(owner, asked.model)
         for image in asked.images:
-            image.limit_side(max_side)
+            image.limit_side(picture_side(metadata) or 0)
         sampler = self._base_models.get(sampling.base_model).samplers.least_busy()
         told: Told = asyncio.Queue()
-        told.put_nowait(sampler_pb2.AnswerOpenAIRequest(request=asked.message))
+        told.put_nowait(sampler_pb2.AnswerOpenAIRequest(request=_with_question(asked.message, metadata)))
         async with aclosing(sampler.client.answer_openai(_drain(told))) as steps:  # type: ignore[type-var]
             plan = (await anext(steps, sampler_pb2.AnswerOpenAIResponse())).plan
             work = asyncio.create_task(self._sample_all(sampling, plan, asked.images, told), name="openai")
@@ -116,11 +117,13 @@ class OpenAIAnswers:
                 await asyncio.gather(work, return_exceptions=True)
                 told.put_nowait(None)  # otherwise gRPC's task waits for it forever
 
-    async def _named(self, owner: str, model: str) -> tuple[SamplingSession, int]:
+    async def _named(self, owner: str, model: str) -> tuple[SamplingSession, Mapping[str, str]]:
         try:
             return await self._sampling.named(owner, model)
         except FoveaError as error:
-            raise type(error)(error.message, "model", **error.metadata) from None
+            is_name = isinstance(error, NotFound) and not model.startswith(SCHEME)
+            hint = ", or a checkpoint's path (tinker://RUN/sampler_weights/NAME)" if is_name else ""
+            raise type(error)(error.message + hint, "model", **error.metadata) from None
 
     async def _sample_all(
         self, sampling: SamplingSession, plan: sampler_pb2.OpenAIPlan, images: list[MessageImage], told: Told
@@ -164,6 +167,21 @@ class OpenAIAnswers:
                 )
                 is_first = False
                 told.put_nowait(sampler_pb2.AnswerOpenAIRequest(sampled=sampled))
+
+
+def _with_question(request: sampler_pb2.OpenAIRequest, metadata: Mapping[str, str]) -> sampler_pb2.OpenAIRequest:
+    """Returns a chat of one image and nothing else with the texts of the checkpoint's training; any other unchanged."""
+    question, system = metadata.get(QUESTION), metadata.get(SYSTEM_PROMPT)
+    if not question or request.image_count != 1 or request.route != sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS:
+        return request
+    body = json.loads(request.body)
+    match body["messages"]:
+        case [{"role": "user", "content": [{"type": "image_url"}] as content}]:
+            content.append({"type": "text", "text": question})
+            if system:
+                body["messages"].insert(0, {"role": "system", "content": system})
+    text = json.dumps(body, ensure_ascii=False).encode()
+    return sampler_pb2.OpenAIRequest(route=request.route, body=text, image_count=request.image_count)
 
 
 async def _drain(told: Told) -> AsyncIterator[sampler_pb2.AnswerOpenAIRequest]:

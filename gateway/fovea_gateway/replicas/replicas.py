@@ -6,6 +6,7 @@ weights.
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -34,6 +35,8 @@ def find_unlike(own: Mapping[str, str], files: Mapping[str, str]) -> str:
 _POLL_S = 2.0
 _POLL_DOWN_S = 0.3
 _AGAIN_S = 2.0
+_STARTING_S = 60.0
+"""Seconds in which a process that has not answered yet counts as starting. After that its error is logged."""
 _FIRST_S = 5.0
 """Seconds that a start waits for discovery and the first answers. Slower replicas join later."""
 
@@ -63,6 +66,7 @@ class Peer(ABC):
         self._on_change = on_change
         self.has_been_up = False
         self._reported_level = logging.NOTSET
+        self._begun_at = time.monotonic()
 
     @abstractmethod
     async def ask(self) -> None:
@@ -81,9 +85,12 @@ class Peer(ABC):
             logger.warning("%s %s is slow to answer", self.service, self.address)
             return
         except FoveaError as error:
-            # Services start in parallel and the gateway is ready first, so a wait for the others is no warning.
+            # Services start in parallel and the gateway is ready first, so a short wait for the others is no failure.
             is_starting = isinstance(error, Unavailable) and not self.has_been_up
-            self.mark_down(str(error), logging.INFO if is_starting else logging.WARNING)
+            if is_starting and time.monotonic() - self._begun_at < _STARTING_S:
+                self.mark_down("", logging.INFO)
+            else:
+                self.mark_down(str(error))
             return
         self.answers, self._reported_level = True, logging.NOTSET
         if not self.up and (is_first or await self.prepare()):
@@ -92,9 +99,10 @@ class Peer(ABC):
             self._on_change()
 
     def mark_down(self, reason: str, level: int = logging.WARNING) -> None:
-        """Records that calls fail. The next check follows soon."""
+        """Records that calls fail, for a reason, or without one that it is starting. The next check follows soon."""
         if level > self._reported_level:
-            logger.log(level, "%s %s is not used: %s", self.service, self.address, reason)
+            words = f"is not used: {reason}" if reason else "does not answer yet: waiting for it"
+            logger.log(level, "%s %s %s", self.service, self.address, words)
             self._reported_level = level
         self.answers = self.up = False
         self._on_change()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -174,17 +174,18 @@ class Sampling:
             raise NotFound(f"there is no sampling session {sampling_session_id!r}", field="sampling_session_id")
         return sampling
 
-    async def named(self, owner: str, model: str) -> tuple[SamplingSession, int]:
-        """Returns an unsaved session on a base model or `tinker://` path, and its `Checkpoint.picture_side`.
+    async def named(self, owner: str, model: str) -> tuple[SamplingSession, Mapping[str, str]]:
+        """Returns an unsaved session on a base model or `tinker://` path, and the checkpoint's user metadata.
 
         Raises NotFound for a name that is neither, InvalidInput for a path that cannot be sampled from.
         """
-        snapshot_id, base_model, path, side = "", model, None, 0
+        snapshot_id, base_model, path = "", model, None
+        metadata: Mapping[str, str] = {}
         if model.startswith(SCHEME):
             found = await self._checkpoints.find_sampler(owner, model)
-            snapshot_id, base_model, path, side = found.snapshot_id, found.base_model, model, found.picture_side
+            snapshot_id, base_model, path, metadata = found.snapshot_id, found.base_model, model, found.user_metadata
         base = self._base_models.get(base_model)
-        return SamplingSession(f"once:{uuid.uuid4().hex[:12]}", "", owner, base.name, None, path, snapshot_id), side
+        return SamplingSession(f"once:{uuid.uuid4().hex[:12]}", "", owner, base.name, None, path, snapshot_id), metadata
 
     async def submit(
         self,

@@ -21,7 +21,7 @@ import fovea_tinyvlm
 from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_data import Dataset, FineTuneSettings, TunedModel, fine_tune, image_folder, load_chats
 from fovea_data.evaluate import read_sources
-from fovea_data.served_limits import picture_side
+from fovea_data.served_limits import checkpoint_metadata, picture_side
 from fovea_rollout.stopping import Stopped
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.waiting import eventually
@@ -48,6 +48,7 @@ async def tuned(
     held_out: Rows | None = None,
     settings: FineTuneSettings = QUICK,
     use: Callable[[TunedModel], Any] = lambda model: model.weights,
+    progress: bool | None = False,
     **options: Any,
 ) -> Any:
     """Fine-tunes; returns the result of `use` on the model, by default the path of its weights."""
@@ -56,7 +57,7 @@ async def tuned(
         train = load_chats(rows) if isinstance(rows, list) else rows
         held = None if held_out is None else load_chats(held_out)
         with fine_tune(
-            train, held, settings, out=out, base_url=stand.url, api_key=KEY, progress=False, **options
+            train, held, settings, out=out, base_url=stand.url, api_key=KEY, progress=progress, **options
         ) as model:
             return use(model)
 
@@ -78,6 +79,24 @@ async def test_other_rows_in_the_same_folder_are_refused_by_name(stand: Stand, t
         await tuned(stand, out, [TEXT] * 8, [other])
     with pytest.raises(InvalidInput, match="to a run with epochs 1, not 2"):
         await tuned(stand, out, [TEXT] * 8, [TEXT], FineTuneSettings(epochs=2, batch_size=4, rank=4))
+
+
+async def test_a_line_says_why_training_stopped_and_which_weights_are_kept(
+    stand: Stand, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand.trainer.learns = False
+    early = FineTuneSettings(epochs=9, batch_size=4, rank=4, patience=2)
+    weights = await tuned(stand, tmp_path / "early", [TEXT] * 4, [TEXT], early, progress=None)
+    loss = json.loads((tmp_path / "early" / "state.json").read_text())["best_loss"]
+    kept = f"kept step 1, which has the lowest held-out loss ({loss:.3f}): {weights}"
+    end = f"stopped early at step 3 of 9: no better held-out loss in 2 evaluations; {kept}"
+    assert capsys.readouterr().err.splitlines()[-1] == end
+    await tuned(stand, tmp_path / "early", [TEXT] * 4, [TEXT], early, progress=None)
+    assert capsys.readouterr().err.splitlines()[-1] == f"nothing left to train, the run had {end}"
+    weights = await tuned(stand, tmp_path / "whole", [TEXT] * 4, progress=None)
+    assert capsys.readouterr().err.splitlines()[-1] == f"finished all 1 steps; kept step 1: {weights}"
+    await tuned(stand, tmp_path / "silent", [TEXT] * 4, progress=False)
+    assert capsys.readouterr().err == ""
 
 
 async def test_another_picture_is_another_row(stand: Stand, tmp_path: pathlib.Path) -> None:
@@ -127,14 +146,16 @@ async def test_a_right_answer_beside_a_longer_one_has_room_in_the_context(stand:
     await tuned(stand, tmp_path / "run", [TEXT], [long, talkative])
 
 
-async def test_pictures_are_asked_at_the_size_that_they_were_trained_at(stand: Stand, tmp_path: pathlib.Path) -> None:
+async def test_pictures_are_asked_at_the_size_and_with_the_question_of_training(
+    stand: Stand, tmp_path: pathlib.Path
+) -> None:
     (tmp_path / "birds" / "robin").mkdir(parents=True)
     large = tmp_path / "birds" / "robin" / "0.png"
     large.write_bytes(picture((1600, 1200)))
-    rows = image_folder(tmp_path / "birds", "Which?")
+    rows = image_folder(tmp_path / "birds", "Which?", system_prompt="Name it.")
 
     def use(model: TunedModel) -> tuple[str, str]:
-        model.ask(large, "Which?")
+        model.ask(large)
         return model.weights, model.state
 
     weights, state = await tuned(stand, tmp_path / "run", rows, use=use)
@@ -143,10 +164,17 @@ async def test_pictures_are_asked_at_the_size_that_they_were_trained_at(stand: S
     assert {Image.open(io.BytesIO(data)).size for data in images} == {(512, 384)}
     rest = tinker.RestClient(base_url=stand.url, api_key=KEY)
     for path in (weights, state):
-        assert await asyncio.to_thread(picture_side, rest, path, None) == 512
+        assert await asyncio.to_thread(checkpoint_metadata, rest, path) == {
+            "max_picture_side": "512", "question": "Which?", "system_prompt": "Name it."
+        }  # fmt: skip
     whole = load_chats([{**TEXT, "image": picture((512, 384))}], max_side=None)
     weights = await tuned(stand, tmp_path / "whole", whole)
-    assert await asyncio.to_thread(picture_side, rest, weights, 7) is None
+    metadata = await asyncio.to_thread(checkpoint_metadata, rest, weights)
+    assert metadata == {"max_picture_side": "0", "question": TEXT["prompt"]}
+    assert picture_side(metadata, 7) is None
+    others = load_chats([SEEN, {**SEEN, "prompt": "Or not?"}])
+    weights = await tuned(stand, tmp_path / "others", others)
+    assert await asyncio.to_thread(checkpoint_metadata, rest, weights) == {"max_picture_side": "512"}
 
 
 async def test_held_out_pictures_of_another_size_are_refused(stand: Stand, tmp_path: pathlib.Path) -> None:

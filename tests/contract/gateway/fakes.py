@@ -358,6 +358,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         self.saved: dict[str, dict[str, Any]] = {}
         self.push_failures: dict[str, int] = defaultdict(int)
         self.push_delay_s = 0.0
+        self.learns = True
         self.hints: list[trainer_pb2.FetchAheadRequest] = []
         self.devices: dict[str, Any] = {}  # the GPU information that it reports
         self.restart()
@@ -435,7 +436,8 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
             targets = tensors.decode(datum.loss_inputs["target_tokens"])
             if targets.shape[0] != length:
                 raise InvalidInput(f"data[{index}].target_tokens has {targets.shape[0]} rows, the input {length}")
-            logprobs = np.where(targets >= HARD, -4.0, -1.0).astype(np.float32) / np.float32(1 + model["step"])
+            steps = np.float32(1 + model["step"] if self.learns else 1)
+            logprobs = np.where(targets >= HARD, -4.0, -1.0).astype(np.float32) / steps
             weights = tensors.decode(datum.loss_inputs["weights"]) if "weights" in datum.loss_inputs else 1.0
             loss -= float((weights * logprobs).sum())
             outputs.append(trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(logprobs)}))

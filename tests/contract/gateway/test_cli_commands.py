@@ -49,6 +49,17 @@ async def test_checkpoints_are_listed_shown_and_deleted(stand: Stand, rest: Rest
     assert [line.split()[-1] for line in left.output.splitlines()] == [weights]
 
 
+async def test_checkpoints_are_listed_with_the_names_of_their_runs(stand: Stand, rest: Rest) -> None:
+    named = await rest.create_model(1, user_metadata={"name": "shapes-run"})
+    saving = await rest.ok("save_weights", model_id=named, seq_id=1, path="kept")
+    path = (await rest.result(saving["request_id"]))["path"]
+    nameless, _ = await saved(rest)
+    lines = [line.split() for line in (await invoke(stand, "checkpoints", "list")).output.splitlines()]
+    assert {line[-1]: line[-2] for line in lines if line[-1] in (path, nameless)} == {
+        path: "shapes-run", nameless: "expiry"
+    }  # fmt: skip
+
+
 async def test_what_is_refused_is_said_in_the_gateways_words(stand: Stand, rest: Rest) -> None:
     state, _ = await saved(rest)
     others = await invoke(stand, "checkpoints", "list", key="tml-other")

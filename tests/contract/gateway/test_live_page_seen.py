@@ -18,6 +18,10 @@ pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
 PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
 _FOCUS = "return [document.activeElement.tagName, document.activeElement.title || document.activeElement.textContent]"
+_SHOWN = (
+    "return [...document.querySelectorAll('#models li:not([hidden]) .name')].map((one) => one.textContent)"
+    ".filter((name) => name === 'birds')"
+)
 _TITLES = (
     "return [...document.querySelectorAll('#run .curve figcaption span:first-child')].map((one) => one.textContent)"
 )
@@ -57,11 +61,16 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
         rest = Rest(http)
         _, resumed, path = await _run(rest)
         nameless = await rest.create_model(2)
+        again = await rest.create_model(3, user_metadata={"name": "birds"})
+        loaded = await rest.ok("load_weights", model_id=again, seq_id=1, path=path, optimizer=True)
+        await rest.result(loaded["request_id"])
         await see(open_page)
         await see(browser.wait_text, "#models", "birds", "step 11", "resumed at 8")
         assert f"{MODEL.rpartition('/')[2]}, " in await see(
             browser.text, f"#models button[title='{nameless}'] .name"
         ), "its base model"
+        assert await see(browser.text, "#models-count") == "4 in training, 2 shown"
+        assert await see(browser.run, _SHOWN) == ["birds"], "one entry, not one for each part"
         assert await see(browser.text, "#caller") == "tml-local · train"
 
         await see(browser.click, f"#models button[title='{resumed}']")

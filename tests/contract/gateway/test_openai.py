@@ -124,7 +124,7 @@ async def test_images_of_responses_and_messages_go_to_the_renderer(stand: Stand,
 @pytest.mark.parametrize(
     ("change", "status", "kind", "said"),
     [
-        ({"model": "none"}, 404, "not_found_error", "field model"),
+        ({"model": "none"}, 404, "not_found_error", "or a checkpoint's path (tinker://RUN/sampler_weights/NAME)"),
         ({"unknown": 1}, 400, "invalid_request_error", "field unknown"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]}, 400,
          "invalid_request_error", "messages.0.content.0.source.url is missing"),
@@ -198,6 +198,26 @@ async def test_sampled_tokens_count_as_usage(stand: Stand, http: httpx.AsyncClie
 async def _sampled_tokens(rest: Rest) -> int:
     usage = (await rest.http.get("usage")).json()["usage"]
     return sum(day["sampled_tokens"] for day in usage)
+
+
+async def test_an_image_alone_is_asked_the_question_of_the_checkpoints_training(
+    stand: Stand, http: httpx.AsyncClient, rest: Rest
+) -> None:
+    asking_for = {"question": "Which shape?", "system_prompt": "Be short."}
+    saving = await rest.ok(
+        "save_weights_for_sampler", model_id=await rest.create_model(), seq_id=1, path="w", user_metadata=asking_for
+    )
+    path = (await rest.result(saving["request_id"]))["path"]
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+    alone = {"messages": [{"role": "user", "content": [image]}]}
+    beside = {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "Which?"}]}]}
+    for model, chat in ((path, alone), (path, beside), (CHAT["model"], alone)):
+        await http.post("chat/completions", json={**CHAT, **chat, "model": model})
+    trained, given, base = [json.loads(one.body)["messages"] for one in stand.samplers[0].of("AnswerOpenAI")]
+    assert trained[0] == {"role": "system", "content": "Be short."}
+    assert [part.get("text") for part in trained[1]["content"]] == [None, "Which shape?"]
+    assert [part.get("text") for part in given[0]["content"]] == [None, "Which?"]
+    assert [part.get("text") for part in base[0]["content"]] == [None]
 
 
 @pytest.mark.parametrize(

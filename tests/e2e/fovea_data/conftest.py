@@ -42,6 +42,6 @@ def trained(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         params = tinker.SamplingParams(max_tokens=8, temperature=0.0, stop=list(encoder.stop_ids))
         pending = [sampling.sample(encoder.prompt(row.question), 1, params) for row in held_out]
         answers = [list(future.result().sequences[0].tokens) for future in pending]
-        said = model.ask(pathlib.Path(held_out[0].where), QUESTION)
+        said = model.ask(pathlib.Path(held_out[0].where))  # the question of training
     # Its session has ended, so the trainer no longer holds it.
     return Trained(model, adapter, merged, [(row.where, QUESTION) for row in held_out], answers, said)

@@ -63,6 +63,26 @@ def test_a_model_that_is_not_served_is_an_error_in_a_line(stack: Stack, tmp_path
     assert "nobody/nothing" in done.stderr
 
 
+def test_a_checkpoint_is_asked_the_question_of_its_training(
+    stack: Stack, trained: Trained, tmp_path: pathlib.Path
+) -> None:
+    folder = digits(tmp_path / "digits", 40)
+    told, untold = (
+        json.loads(
+            CliRunner().invoke(APP, [*arguments(stack, trained.model.weights, folder), *options], env=TOLD).stdout
+        )
+        for options in (["--question", QUESTION], [])
+    )
+    assert told == untold
+    assert (untold["question"], untold["trained_question"]) == (QUESTION, QUESTION)
+    other = CliRunner().invoke(
+        APP, [trained.model.weights, str(folder), *arguments(stack, "", folder)[3:], "--question", "Hm?"], env=TOLD
+    )
+    assert f'evaluating {trained.model.weights} on 40 rows of {folder}, asked "Hm?"' in other.stderr
+    assert f'asked "Hm?", but trained with "{QUESTION}"' in other.stdout
+    assert QUESTION in (trained.merged / "README.md").read_text()
+
+
 def test_the_openai_route_asks_about_pictures_of_the_trained_size(stack: Stack, trained: Trained) -> None:
     """At 1600x1200 a picture has 1,900 tokens; at the 512 pixels of training it has 192."""
     with (

@@ -20,6 +20,7 @@ import pytest
 from fovea.runtime.hosts import free_ports
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound
 from fovea_data import export_model
+from fovea_demo.digits import QUESTION
 from tests.e2e.fovea_data.conftest import Answers, Trained
 from tests.e2e.stack import API_KEY, Stack
 
@@ -170,10 +171,23 @@ def test_full_parameters_are_exported_whole(trained: Trained, stack: Stack, tmp_
     assert list(tmp_path.iterdir()) == [folder], "a refused export must leave nothing"
 
 
+def test_an_export_into_its_own_folder_changes_nothing(trained: Trained) -> None:
+    """So a finished program can run again."""
+    for folder, merged in ((trained.adapter, False), (trained.merged, True)):
+        before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+        assert trained.model.export(folder, merged=merged) == folder
+        assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+        assert f"ask with the same:\n\n    {QUESTION}\n" in (folder / "README.md").read_text()
+
+
 def test_refusals_name_what_is_wrong(trained: Trained, stack: Stack, tmp_path: pathlib.Path) -> None:
     server: dict[str, Any] = {"base_url": stack.base_url, "api_key": API_KEY}
     with pytest.raises(AlreadyExists, match="already has files"):
         export_model(trained.model.weights, trained.merged, **server)
+    with pytest.raises(AlreadyExists, match="already has files"):
+        export_model(trained.model.weights, trained.adapter, merged=True, **server)
+    with pytest.raises(AlreadyExists, match="already has files"):
+        export_model(trained.model.state, trained.adapter, **server)
     with pytest.raises(InvalidInput, match="is not a checkpoint path"):
         export_model("somewhere", tmp_path / "out", **server)
     with pytest.raises(NotFound, match="does not exist, or this server does not hand out weights"):

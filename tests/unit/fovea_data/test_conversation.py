@@ -80,7 +80,7 @@ def test_reasoning_comes_before_the_answer() -> None:
     ("row", "message"),
     [
         ([], "a row must be an object, not list"),
-        ({"text": "a cat"}, r"neither messages nor prompt and completion; its columns are \['text'\]"),
+        ({"text": "a cat"}, r"neither messages nor prompt and completion; its columns are \['text'\]\. .* `convert`"),
         ({"messages": []}, "messages must be a list of messages"),
         (
             {"messages": [CAT, {"role": "user", "content": "?"}]},

@@ -14,6 +14,7 @@ from PIL import Image
 
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea_data.answer_counts import AnswerCounts
+from fovea_data.conversation import Asking
 from fovea_data.evaluate import Report, measure, read_sources
 from fovea_rollout import Answer, Message, RolloutSettings, SamplingSettings, Step
 from fovea_rollout.stopping import error_words
@@ -70,7 +71,7 @@ async def test_a_folders_classes_are_its_answers(tmp_path: pathlib.Path) -> None
         (tmp_path / name).mkdir()
         Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / name / "1.png")
     read: list[str] = []
-    report = await seen(tmp_path, lambda text: read.append(text) or "dark blue|", question="Which?")  # type: ignore[func-returns-value]
+    report = await seen(tmp_path, lambda text: read.append(text) or "dark blue|", asking=Asking("Which?"))  # type: ignore[func-returns-value]
     assert report.mean == 0.5
     assert read[0] == "u:#Which?|a:"
 
@@ -112,7 +113,7 @@ def test_other_files_and_missing_ones_are_refused(tmp_path: pathlib.Path) -> Non
     with pytest.raises(NotFound):
         read_sources(tmp_path / "chats.csv")
     (tmp_path / "labels.csv").write_text("image,label\n")
-    with pytest.raises(InvalidInput, match=r"labels.csv is a file: give a folder"):
+    with pytest.raises(InvalidInput, match=r"labels.csv is a file: give a folder.* load_chats .* `convert`.* \.csv"):
         read_sources(tmp_path / "labels.csv")
     with pytest.raises(NotFound):
         read_sources(tmp_path / "chats.jsonl")

@@ -102,17 +102,29 @@ function showModels(changed) {
   filterModels();
 }
 
+// A run that was resumed under its own name has one entry: the last part that has trained. Its curve has the earlier parts.
+function partsOf() {
+  const hidden = new Set();
+  for (const model of models.values()) {
+    const earlier = models.get(model.resumed && runOf(model.resumed.path));
+    if (earlier && earlier.owner === model.owner && nameOf(earlier) === nameOf(model)) hidden.add(model.step > model.resumed.step ? earlier.id : model.id);
+  }
+  return hidden;
+}
+
 function filterModels() {
   let found = 0;
+  const parts = partsOf();
   for (const [id, entry] of items) {
     const isShown = isFound(models.get(id), (model) => [nameOf(model), isAdmin() ? ownerName(model.owner) : ""]), isTicked = id === selected || isBeside(id);
+    if (parts.has(id) && !isTicked) { entry.hidden = true; continue; }
     if (entry.hidden === isShown) entry.hidden = !isShown;
     if (entry.firstChild.checked !== isTicked) entry.firstChild.checked = isTicked;
     if (entry.firstChild.disabled !== (id === selected)) entry.firstChild.disabled = id === selected;
     found += isShown;
   }
   const running = [...models.values()].filter((model) => model.state === "ready").length;
-  $("models-count").textContent = !models.size ? "" : view.search.trim() ? `${count(found)} of ${count(models.size)} found` : `${count(running)} in training, ${count(models.size)} shown`;
+  $("models-count").textContent = !models.size ? "" : view.search.trim() ? `${count(found)} of ${count(models.size)} found` : `${count(running)} in training, ${count(found)} shown`;
   $("models-none").hidden = found > 0;
   $("models-none").textContent = models.size ? "No run matches." : "None yet.";
 }
@@ -185,7 +197,7 @@ function render() {
   if (changed) {
     const latest = new Map(changed.map((model) => [model.id, model]));
     showModels([...latest.values()]);
-    if (!models.has(selected) && order.length) select(order[0]);
+    if (!models.has(selected) && order.length) { const parts = partsOf(); select(order.find((id) => !parts.has(id)) ?? order[0]); }
     else if (latest.has(selected) || !models.size) showRun();
     else if ([...latest.keys()].some(isBeside)) showCharts();
     if (samplesTold) takeSamples({ ...samplesTold, version: samplesTold.version }, nameOfSource);
