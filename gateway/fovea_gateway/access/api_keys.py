@@ -279,9 +279,7 @@ class KeyRing:
                 gateway.
         """
         if not key:
-            raise Unauthenticated(
-                "no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY) or Authorization: Bearer"
-            )
+            raise Unauthenticated("no API key: send X-API-Key (the SDK reads TINKER_API_KEY) or Authorization: Bearer")
         known = self._named.get(self._read_token(key)) if is_token(key) else self._keys.get(hash_key(key))
         if known is None:
             raise Unauthenticated("this API key is unknown; `fovea up` prints one, `fovea keys create` makes one")
