@@ -70,7 +70,7 @@ class LiveReports:
             async with httpx.AsyncClient(headers=await self._headers(), timeout=_TIMEOUT_S) as client:
                 found = (await client.get(f"{self._base}/training_runs/{self._model_id}")).raise_for_status().json()
                 if not {"name", "run_name"} & (found.get("user_metadata") or {}).keys():
-                    given = await client.put(f"{self._base}/live/runs/{self._model_id}", json={"name": name})
+                    given = await client.put(f"{self._base}/live/runs/{self._model_id}", json={"name": name[:120]})
                     given.raise_for_status()
         except (httpx.HTTPError, tinker.TinkerError) as error:
             self._stop(error)
