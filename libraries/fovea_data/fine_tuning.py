@@ -29,6 +29,7 @@ from fovea_data.rows import Indices
 from fovea_data.tuned_model import TunedModel, answers
 from fovea_rollout.loop.live_reports import LiveReports
 from fovea_rollout.loop.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
+from fovea_rollout.policies.policy import Settings
 from fovea_rollout.stopping import ending_with_a_line
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _FORWARD_ROWS = 64
 
 
 @dataclass(frozen=True)
-class FineTuneSettings:
+class FineTuneSettings(Settings):
     """Settings of fine-tuning. The defaults are for some hundreds to thousands of rows.
 
     Attributes:
@@ -263,8 +264,7 @@ class _Run:
         side = train.max_side
         asked = learnt.asking.metadata if learnt.asking else {}
         self._metadata = {MAX_PICTURE_SIDE: str(0 if side is None else side), **asked}
-        server, model_id = connection.server, connection.training.model_id
-        self._live = LiveReports.from_environment(model_id, server.base_url, server.api_key)
+        self._live = LiveReports.of(connection.training)
 
     def run(self, shown: FineTuneProgress) -> tinker.SamplingClient | None:
         """Trains to the end; returns a client that samples from the best weights."""
@@ -359,8 +359,7 @@ class _Run:
                 figures["accuracy"], counts = self._answered(self._held_out, sampling, self._score)
             self._log(step, figures)
             shown.count_evaluation(figures)
-            if self._live is not None:
-                self._live.send_metrics(figures, asdict(counts) if counts else None)
+            self._live.send_metrics(figures, asdict(counts) if counts else None)
         loss = figures.get("held_out_loss")
         dropped = state.weights
         if loss is None or state.best_loss is None or loss < state.best_loss:

@@ -13,7 +13,7 @@ from fovea.wire.errors import InvalidInput
 from fovea_rollout.environments.environment import Environment
 from fovea_rollout.environments.environment_host import EnvironmentHost
 from fovea_rollout.messages import Message
-from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens, derived_seed
+from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, Settings, Tokens, derived_seed
 from fovea_rollout.progress import BatchProgress
 from fovea_rollout.trajectory import End, Failure, Trajectory, Turn
 
@@ -28,7 +28,7 @@ _closing: set[asyncio.Task[Failure | None]] = set()
 
 
 @dataclass(frozen=True)
-class RolloutSettings:
+class RolloutSettings(Settings):
     """Settings of an episode.
 
     Attributes:

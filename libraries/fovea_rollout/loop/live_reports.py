@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
+import tinker
 
 from fovea_rollout.loop.step_report import StepReport
 
+if TYPE_CHECKING:
+    from tinker.lib.internal_client_holder import InternalClientHolder
+    from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
+
 logger = logging.getLogger(__name__)
 
-_PATH = "api/v1/live/reports"
 _TIMEOUT_S = 10.0
 _MOST_SAMPLES = 1024
 _MOST_CHARACTERS = 4096
@@ -30,16 +33,17 @@ class LiveReports:
     """
 
     def __init__(self, base_url: str, api_key: str, model_id: str) -> None:
-        self._url, self._api_key, self._model_id = f"{base_url.rstrip('/')}/{_PATH}", api_key, model_id
+        self._base, self._api_key, self._model_id = f"{base_url.rstrip('/')}/api/v1", api_key, model_id
+        self._holder: InternalClientHolder | None = None
         self._is_over = False
 
     @classmethod
-    def from_environment(
-        cls, model_id: str, base_url: str | None = None, api_key: str | None = None
-    ) -> LiveReports | None:
-        """Reads TINKER_BASE_URL and TINKER_API_KEY for what is None, as the SDK does; returns None without them."""
-        base_url, api_key = base_url or os.environ.get("TINKER_BASE_URL"), api_key or os.environ.get("TINKER_API_KEY")
-        return cls(base_url, api_key, model_id) if base_url and api_key else None
+    def of(cls, training_client: tinker.TrainingClient) -> LiveReports:
+        """Reports to the server of a training client, with the client's own API key or sign-in."""
+        holder = training_client.holder
+        found = cls(holder.shadow_config.base_url, holder.shadow_config.api_key or "", training_client.model_id)
+        found._holder = holder
+        return found
 
     async def send(self, report: StepReport, truths: Mapping[str, str]) -> None:
         """Reports a step: its metrics, and the reward and right answer of each rollout.
@@ -54,10 +58,21 @@ class LiveReports:
         if self._is_over:
             return
         try:
-            async with httpx.AsyncClient(headers={"X-API-Key": self._api_key}, timeout=_TIMEOUT_S) as client:
-                answer = await client.post(self._url, json=_body(self._model_id, report, truths))
+            async with httpx.AsyncClient(headers=await self._headers(), timeout=_TIMEOUT_S) as client:
+                answer = await client.post(f"{self._base}/live/reports", json=_body(self._model_id, report, truths))
             answer.raise_for_status()
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, tinker.TinkerError) as error:
+            self._stop(error)
+
+    async def name_run(self, name: str) -> None:
+        """Gives the run a name on the page, unless its `user_metadata` names it."""
+        try:
+            async with httpx.AsyncClient(headers=await self._headers(), timeout=_TIMEOUT_S) as client:
+                found = (await client.get(f"{self._base}/training_runs/{self._model_id}")).raise_for_status().json()
+                if not {"name", "run_name"} & (found.get("user_metadata") or {}).keys():
+                    given = await client.put(f"{self._base}/live/runs/{self._model_id}", json={"name": name[:120]})
+                    given.raise_for_status()
+        except (httpx.HTTPError, tinker.TinkerError) as error:
             self._stop(error)
 
     def send_metrics(self, metrics: Mapping[str, float], answers: Mapping[str, Any] | None = None) -> None:
@@ -72,14 +87,23 @@ class LiveReports:
             return
         body = {"model_id": self._model_id, "metrics": known} | ({"answers": answers} if answers else {})
         try:
-            answer = httpx.post(self._url, json=body, headers={"X-API-Key": self._api_key}, timeout=_TIMEOUT_S)
+            key = self._api_key if self._holder is None else (_token(self._holder).result() or self._api_key)
+            answer = httpx.post(f"{self._base}/live/reports", json=body, headers={"X-API-Key": key}, timeout=_TIMEOUT_S)
             answer.raise_for_status()
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, tinker.TinkerError) as error:
             self._stop(error)
 
-    def _stop(self, error: httpx.HTTPError) -> None:
+    async def _headers(self) -> dict[str, str]:
+        return {"X-API-Key": self._api_key if self._holder is None else (await _token(self._holder) or self._api_key)}
+
+    def _stop(self, error: Exception) -> None:
         self._is_over = True
-        logger.info("metrics are no longer reported to the live page: %s", error)
+        logger.warning("metrics are no longer reported to the live page: %s", error)
+
+
+def _token(holder: InternalClientHolder) -> AwaitableConcurrentFuture[str | None]:
+    """Returns the valid token of a person who signed in; None for an API key."""
+    return holder.run_coroutine_threadsafe(holder.get_identity_jwt())
 
 
 def _body(model_id: str, report: StepReport, truths: Mapping[str, str]) -> dict[str, Any]:

@@ -75,11 +75,12 @@ async def train(
         on_step: Called with each step's report; may be async. The next step waits for it.
         held_out: Sources to play once each, greedily, after every `evaluate_every` steps and after the last. Reports
             contain the results as `evaluation`.
-        out: Folder of `state.json`, `metrics.jsonl` and the loggers' files. None writes no files.
+        out: Folder of `state.json`, `metrics.jsonl` and the loggers' files. Its name becomes the run's on a live page.
+            None writes no files.
         loggers: Names of installed packages, or own objects, to log to besides `metrics.jsonl`.
         base: Model from which the KL penalty is measured. None takes the model in training as it is at the beginning.
         experts: Source of the experts that computed each sample, for training to follow: an `expert_source`.
-        live: Reporter to a live page of Fovea. None uses the server that TINKER_BASE_URL names.
+        live: Reporter to a live page of Fovea. None reports to the server of `training_client`.
         progress: Whether to show two lines of progress; see `ProgressLines` for None.
 
     Returns:
@@ -115,14 +116,15 @@ async def train(
         rollouts = settings.groups_per_step * settings.group_size
         shown = exits.enter_context(LoopProgress(settings.steps, rollouts, progress, taken))
         loop = _Loop(training_client, template, sources, held_out, settings, base, experts, shown, folder)
-        live = live or LiveReports.from_environment(training_client.model_id)
+        live = live or LiveReports.of(training_client)
+        if folder is not None and not folder.state.state:
+            await live.name_run(folder.name)
         try:
             await loop.begin(taken)
             for step in range(taken, settings.steps):
                 report = await loop.step(step)
                 shown.count_step(report)
-                if live is not None:
-                    await live.send(report, loop.truths(report))
+                await live.send(report, loop.truths(report))
                 done = on_step(report)
                 if inspect.isawaitable(done):
                     await done

@@ -46,7 +46,9 @@ async def resumed_training_client(
     if not file.exists():
         return None
     state = LoopState.read(file).state
-    client: tinker.TrainingClient = await service.create_training_client_from_state_with_optimizer(state)
+    client: tinker.TrainingClient = await service.create_training_client_from_state_with_optimizer(
+        state, user_metadata={"name": file.parent.resolve().name}
+    )
     _made_from[client.model_id] = state
     return client
 
@@ -82,7 +84,7 @@ class LoopFolder:
     ) -> None:
         folder = pathlib.Path(out)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / _STATE_FILE
+        self.name, self._file = folder.resolve().name, folder / _STATE_FILE
         self.state = LoopState.begin_or_resume(self._file, identity)
         self._loggers: list[Logger] = open_loggers(loggers, folder)
         self._loggers.append(JsonLinesLogger(folder / "metrics.jsonl", self.state.step))

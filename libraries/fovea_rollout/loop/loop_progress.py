@@ -23,6 +23,7 @@ class LoopProgress(ProgressLines):
         super().__init__(is_shown)
         self._rollouts, self._finished = rollouts, 0
         self._failed: set[str] = set()
+        self._has_traced = False
         self._steps_task = self._bar.add_task("steps", total=steps, completed=taken, words="")
         self._held_out = ""
         self._rollouts_task = self._bar.add_task("rollouts", total=rollouts, words="")
@@ -32,6 +33,15 @@ class LoopProgress(ProgressLines):
         self._finished += 1
         self._note_failures([trajectory])
         self._show_rollouts()
+
+    def _trace(self, report: StepReport) -> None:
+        """Prints the traceback of the run's first failure that has one. `report.failures` has all of them."""
+        for conversation, failure in () if self._has_traced else report.failures:
+            if failure.traceback:
+                self._has_traced = True
+                said = f"rollout {conversation} failed in {failure.stage}; later failures have one line for each step:"
+                self._bar.console.out(f"{said}\n{failure.traceback}", highlight=False)
+                return
 
     def discount(self, trajectories: Sequence[Trajectory]) -> None:
         """Removes the finished rollouts of a cancelled group."""
@@ -44,6 +54,7 @@ class LoopProgress(ProgressLines):
         self._finished -= sum(len(group) for group in report.trajectories)
         for group in report.trajectories:  # some rollouts fail only when they are trained on
             self._note_failures(group)
+        self._trace(report)
         agreement = "nothing to train on" if report.agreement is None else f"kl {report.agreement.kl:.1e}"
         if report.evaluation is not None:
             self._held_out = f", held out {report.evaluation.reward_mean:.3f}"

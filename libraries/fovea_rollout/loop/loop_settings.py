@@ -10,6 +10,7 @@ import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.loop.advantages import Estimator
+from fovea_rollout.policies.policy import Settings
 from fovea_rollout.rollout import RolloutSettings
 
 Mode = Literal["on_policy", "one_step_off", "inflight"]
@@ -17,7 +18,7 @@ Schedule = Literal["constant", "linear"]
 
 
 @dataclass(frozen=True)
-class LoopSettings:
+class LoopSettings(Settings):
     """Settings of the training loop. The examples learn with the defaults, and explain each setting that they change.
 
     Attributes:

@@ -19,7 +19,7 @@ from fovea_rollout.loop.learning_rate import REINFORCING_RATE, learning_rate_of
 from fovea_rollout.loop.loop_progress import WarmUpProgress
 from fovea_rollout.loop.training_batch import training_datums
 from fovea_rollout.messages import Picture
-from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, WeightVersions
+from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, Settings, WeightVersions
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from fovea_rollout.stopping import ending_with_a_line
 from fovea_rollout.templates.template import ChatTemplate
@@ -30,7 +30,7 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True)
-class WarmUpSettings:
+class WarmUpSettings(Settings):
     """Settings of the warm-up.
 
     Attributes:
@@ -65,7 +65,8 @@ class ScriptedPlayer:
     Args:
         policy: Counts the tokens of pictures.
         tokenizer: Tokenizer of the model that will clone the player.
-        answer: Writes an answer to a prompt. It need not look at the prompt's pictures.
+        answer: Writes an answer to a prompt: the whole conversation as `Tokens` (ids, for `tokenizer.decode`) and
+            `Picture` chunks, in order.
     """
 
     def __init__(self, policy: Policy, tokenizer: Any, answer: Callable[[Sequence[Chunk]], str]) -> None:

@@ -14,7 +14,7 @@ from fovea_rollout.loop.training_batch import Groups, TrainingBatch, TrainingDat
 from fovea_rollout.policies.policy import Policy
 from fovea_rollout.trajectory import Failure, Trajectory, failures_of, mean_metrics, reward_mean
 
-_NO_SIGNAL = " (each group's rewards are equal: without the right format in any answer, begin with warm_up)"
+_NO_SIGNAL = " (no answer was rewarded: without the right format in any answer, begin with warm_up)"
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,19 @@ class StepReport:
 
     def __str__(self) -> str:
         """Returns the step in one line, for `on_step=print`."""
-        parts = [f"step {self.step + 1}: reward {self.reward_mean:.3f}"]
+        played = [one for group in self.trajectories for one in group]
+        ended, failed = (sum(one.is_scored for one in played), sum(one.end == "failed" for one in played))
+        parts = [f"step {self.step + 1}: reward {self.reward_mean:.3f}{f' of {ended} that ended' if failed else ''}"]
         if self.evaluation is not None:
             parts.append(f"held out {self.evaluation.reward_mean:.3f}")
         kl = "nothing to train on" if self.agreement is None else f"kl {self.agreement.kl:.1e}"
-        signal = f"signal {self.signal_share:.0%}{'' if self.signal_share else _NO_SIGNAL}"
-        parts += [signal, f"lag {self.lag}", kl, f"{sum(self.seconds.values()):.0f} s"]
+        is_unrewarded = not self.signal_share and not failed and self.reward_mean <= 0
+        parts += [f"signal {self.signal_share:.0%}{_NO_SIGNAL if is_unrewarded else ''}", f"lag {self.lag}", kl]
+        parts.append(f"{sum(self.seconds.values()):.0f} s")
         if self.failures:
-            played = sum(len(group) for group in self.trajectories)
             first = self.failures[0][1]
-            parts.append(f"{len(self.failures)} of {played} rollouts failed, the first in {first.stage}: {first.error}")
+            count = f"{len(self.failures)} of {len(played)} rollouts"
+            parts.append(f"{count} failed, the first in {first.stage}: {first.error}")
         return " ".join(", ".join(parts).split())
 
 

@@ -25,10 +25,15 @@ async def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest
         text = program[1].replace("http://127.0.0.1:8000", stand.url).replace("tml-local", KEY)
         (tmp_path / "program.py").write_text(text.replace("LoopSettings()", _SHORT))
         command = [sys.executable, str(tmp_path / "program.py")]
-        environment = os.environ | {"TINKER_TELEMETRY": "0"}
+        given = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
+        environment = given | {"TINKER_TELEMETRY": "0"}
         ended = await asyncio.to_thread(
             subprocess.run, command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
         )
+        async with stand.http() as http:
+            (run,) = (await http.get("training_runs")).json()["training_runs"]
+            curves = (await http.get(f"live/curves/{run['training_run_id']}")).json()["curves"]
+    assert curves["reward"]["step"] == [1, 2], "rewards are on the live page of the server that connect() names"
     assert ended.returncode == 0, ended.stderr
     assert "DEPRECATED" not in ended.stderr
     lines = ended.stdout.splitlines()

@@ -1,12 +1,13 @@
 """A loop's live reports arrive with the samples that they belong to. A server without the route causes no error."""
 
-import logging
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tinker
 
 from fovea_rollout.evaluation import Evaluation
 from fovea_rollout.loop.live_reports import LiveReports
@@ -14,6 +15,7 @@ from fovea_rollout.loop.step_report import Agreement, StepReport
 from fovea_rollout.policies.policy import Policy
 from fovea_rollout.trajectory import Failure, Trajectory
 from tests.contract.gateway.conftest import KEY, Stand, running
+from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 
@@ -80,22 +82,41 @@ async def test_numbers_that_are_not_finite_are_left_out(stand: Stand, rest: Rest
 
 
 async def test_a_server_that_takes_no_reports_is_asked_once(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "fovea_rollout.loop.live_reports")
     live = LiveReports(f"{stand.url}/elsewhere", KEY, "sess-1:train:0")
     await live.send(report(), {})
     await live.send(report(), {})
     (record,) = caplog.records
+    assert record.levelname == "WARNING"
     assert "metrics are no longer reported to the live page" in record.getMessage()
     assert "404" in record.getMessage()
 
 
-async def test_it_goes_by_the_variables_of_the_sdk(monkeypatch: pytest.MonkeyPatch, stand: Stand, rest: Rest) -> None:
-    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
-    assert LiveReports.from_environment("m") is None
-    monkeypatch.setenv("TINKER_BASE_URL", stand.url)
-    monkeypatch.setenv("TINKER_API_KEY", KEY)
-    model_id = await rest.create_model()
-    live = LiveReports.from_environment(model_id)
-    assert live is not None
-    await live.send(report(), {})
-    assert (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]["reward"]["mean"] == [0.5]
+async def test_reports_go_where_the_training_client_is_connected(
+    monkeypatch: pytest.MonkeyPatch, stand: Stand, rest: Rest
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", f"{stand.url}/elsewhere")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-elsewhere")
+
+    def use(service: tinker.ServiceClient) -> str:
+        training = service.create_lora_training_client(base_model=MODEL).result()
+        live = LiveReports.of(training)
+        live.send_metrics({"accuracy": 0.75})
+        asyncio.run(live.send(report(), {}))
+        return str(training.model_id)
+
+    model_id = await stand.sdk(use)
+    curves = (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
+    assert (curves["accuracy"]["mean"], curves["reward"]["mean"]) == ([0.75], [0.5])
+
+
+async def test_a_run_is_named_unless_its_metadata_names_it(stand: Stand) -> None:
+    def use(service: tinker.ServiceClient) -> list[str]:
+        made = [service.create_lora_training_client(MODEL, user_metadata=one).result() for one in (None, {"name": "a"})]
+        for training in made:
+            asyncio.run(LiveReports.of(training).name_run("walker"))
+        return [str(training.model_id) for training in made]
+
+    unnamed, named = await stand.sdk(use)
+    assert stand.gateway is not None
+    labels = (await stand.gateway.components.live_view.sections(None))["labels"]["labels"]
+    assert (labels[unnamed]["name"], named in labels) == ("walker", False)

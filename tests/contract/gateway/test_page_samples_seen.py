@@ -77,6 +77,8 @@ async def test_samples_are_searched_and_enlarged_and_show_the_trainers_values(tm
         await see(browser.open, f"{stand.url}/")
         await see(browser.wait_text, "#samples", "reward", "right answer: bird 1")
         await see(browser.wait, "return document.querySelectorAll('#rewards-chart .cell').length >= 4")
+        marks = "return [...document.querySelectorAll('#rewards-chart .reward-mark')].map((mark) => mark.textContent)"
+        assert await see(browser.run, marks) == ["0", "0.5", "1"]
         await see(browser.wait, "return document.querySelectorAll('#groups canvas.strip').length === 4")
         tip = (
             "document.querySelector('.strip').dispatchEvent(new PointerEvent('pointermove', {bubbles: true}));"

@@ -23,6 +23,7 @@ from fovea_data.served_limits import ask_limits
 from fovea_gateway.access import oidc, sign_ins
 from fovea_gateway.access.api_keys import Scope
 from fovea_rollout import connect
+from fovea_rollout.loop.live_reports import LiveReports
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.issuers import CLIENT, CLIENT_SECRET, Issuer, running_issuer
@@ -118,7 +119,12 @@ async def test_one_person_has_one_key(stand: Stand, issuer: Issuer) -> None:
 
 @pytest.mark.parametrize("way", ["command", "variable", "argument", "login"])
 async def test_people_who_sign_in_connect(
-    stand: Stand, issuer: Issuer, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stand: Stand,
+    issuer: Issuer,
+    way: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
@@ -140,12 +146,15 @@ async def test_people_who_sign_in_connect(
 
     def use() -> tuple[str, int | None]:
         with connect(stand.url, key) as service:
-            model = service.create_lora_training_client(MODEL, rank=4).result().get_info().model_data.model_name
+            training = service.create_lora_training_client(MODEL, rank=4).result()
+            LiveReports.of(training).send_metrics({"accuracy": 0.5})
+            model = training.get_info().model_data.model_name
         return str(model), ask_limits(stand.url, key)[MODEL].max_lora_rank
 
     model, most = await asyncio.to_thread(use)
     assert model == MODEL
     assert most is not None
+    assert [record.getMessage() for record in caplog.records if "live page" in record.getMessage()] == []
 
 
 async def test_a_refused_person_gets_the_error_of_the_sdk(stand: Stand, issuer: Issuer) -> None:

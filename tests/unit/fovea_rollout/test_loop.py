@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import InvalidInput
+from fovea_data.fine_tuning import FineTuneSettings
 from fovea_rollout.loop.loop_settings import LoopSettings
+from fovea_rollout.loop.player_cloning import WarmUpSettings
 from fovea_rollout.policies.policy import SamplingSettings
 from fovea_rollout.rollout import RolloutSettings
 
@@ -31,6 +33,18 @@ WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))
 def test_bad_settings_are_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         LoopSettings(**changes)
+
+
+def test_a_wrong_field_is_named_with_the_nearest() -> None:
+    with pytest.raises(InvalidInput, match=r"^LoopSettings has no field 'stpes': did you mean 'steps'\?"):
+        LoopSettings(**{"stpes": 5})
+    with pytest.raises(InvalidInput, match=r"^FineTuneSettings has no field 'epoch': did you mean 'epochs'\?"):
+        FineTuneSettings(**{"epoch": 5})
+    with pytest.raises(InvalidInput, match=r"^SamplingSettings has no field 'xyz': it has max_tokens, temperature, "):
+        SamplingSettings(**{"xyz": 5})
+    for kind in (RolloutSettings, WarmUpSettings):
+        with pytest.raises(InvalidInput, match=f"^{kind.__name__} has no field 'max_turn'"):
+            kind(**{"max_turn": 5})
 
 
 def test_a_learning_rate_may_fall_with_the_steps() -> None:

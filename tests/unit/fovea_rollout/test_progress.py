@@ -55,3 +55,18 @@ def test_a_short_run_without_a_terminal_is_silent(capsys: pytest.CaptureFixture[
     with LoopProgress(2, 2, None) as shown:
         shown.count_rollout(rollout())
     assert capsys.readouterr().err == ""
+
+
+def test_the_first_failure_of_a_run_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    failures = [
+        Failure("deadline", "120 s"),
+        Failure("step", "OSError: no", 'File "game.py", line 7'),
+        Failure("a", "b", "c"),
+    ]
+    group = [rollout(conversation=str(number), failure=failure) for number, failure in enumerate(failures)]
+    with LoopProgress(2, 3, None) as shown:
+        for step in range(2):
+            shown.count_step(step_report(step, [group], TrainingBatch([]), [], {}, FourTokenPictures(), 1.0))
+    said = capsys.readouterr().err
+    assert said.startswith("rollout 1 failed in step")
+    assert said.splitlines()[1:] == ['File "game.py", line 7']

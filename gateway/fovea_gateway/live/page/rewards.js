@@ -12,6 +12,12 @@ export function showRewards(rewards) {
   if (told) show();
 }
 
+// Two to four round numbers. The edges of the bins are not round, so a number may be slightly outside.
+function roundMarks(least, most) {
+  const span = most - least, size = 10 ** Math.floor(Math.log10(0.4 * span)), step = [1, 2, 5, 10].map((digit) => digit * size).find((one) => one >= 0.4 * span);
+  return Array.from({ length: 4 }, (_, at) => +((Math.ceil(least / step - 1e-3) + at) * step).toPrecision(12)).filter((mark) => mark <= most + 1e-3 * span);
+}
+
 function show() {
   const { low, width: bin, stride, step, counts } = told, bins = counts[0].length;
   // Only the bins that are used, and one around them.
@@ -28,8 +34,10 @@ function show() {
       svg.append(cell);
     }
   });
-  const names = [...new Set([from, Math.round((from + to) / 2), to])];
-  for (const at of names) svg.append(draw("text", { x: LEFT - 7, y: y(at) + (at === to ? 9 : at === from ? 0 : 4), "text-anchor": "end" }, short(low + at * bin, 2)));
+  for (const value of roundMarks(low + from * bin, low + to * bin)) {
+    const at = Math.min(to, Math.max(from, (value - low) / bin)), share = (at - from) / (to - from);
+    svg.append(draw("text", { class: "reward-mark", x: LEFT - 7, y: y(at) + (share > 0.95 ? 9 : share < 0.05 ? 0 : 4), "text-anchor": "end" }, short(value)));
+  }
   const marks = [...new Set([0, 1 / 3, 2 / 3, 1].map((share) => step[Math.round(share * (step.length - 1))]))];
   for (const at of marks) svg.append(draw("text", { x: x(at + stride / 2), y: HEIGHT - 4, "text-anchor": "middle" }, count(at)));
   svg.addEventListener("pointermove", (event) => {
