@@ -19,7 +19,7 @@ SNAPSHOT_FILE = "fovea_snapshot.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The two files of an adapter in PEFT format."""
 
-PEFT_READS_EXPERTS_OF = frozenset({"qwen3_moe"})
+PEFT_READS_EXPERTS_OF = frozenset({"qwen3_moe", "qwen3_omni_moe"})
 """Model types for which PEFT 0.21 with transformers 5.19 loads adapters of single experts."""
 
 EXPERTS_NOTE = (
