@@ -81,6 +81,8 @@ class Conversation:
     @property
     def asking(self) -> Asking | None:
         """The texts of a question about one picture; None for a question of another form."""
+        if not self.question:
+            return None
         *before, last = self.question
         match last.parts:
             case (Picture(), str(text)) if last.role == "user" and text and [one.role for one in before] in _NO_TURNS:

@@ -57,6 +57,7 @@ class Report:
         answers: Numbers of rows by label and answer, if the right answers are labels (see `AnswerCounts.of`).
         question: Question about each picture; empty unless the data is a folder of pictures.
         trained_question: Question that the checkpoint was fine-tuned with, if it is recorded.
+        system_prompt: System prompt of each question.
     """
 
     model: str
@@ -71,6 +72,7 @@ class Report:
     answers: AnswerCounts | None = None
     question: str = ""
     trained_question: str = ""
+    system_prompt: str = ""
 
     def __str__(self) -> str:
         figure = f"{self.kind} of no row" if self.mean is None else f"{self.kind} {self.mean:.4f}"
@@ -82,6 +84,7 @@ class Report:
         if self.question:
             differs = self.trained_question not in ("", self.question)
             lines.append(f'asked "{self.question}"' + f', but trained with "{self.trained_question}"' * differs)
+            lines += [f'after the system prompt "{self.system_prompt}"'] * bool(self.system_prompt)
         if self.failed:
             lines.append(f"{self.failed} rows left out; the first: {self.first_failure}")
         return "\n".join(lines)
@@ -246,8 +249,8 @@ def main(
             side = picture_side(metadata, MAX_SIDE) if max_side is None else max_side or None
             trained = Asking.recorded(metadata)
             asking = trained or _ASKING
-            if question:
-                asking = replace(asking, question=question)
+            if question and question != asking.question:
+                asking = Asking(question)  # a system prompt of training belongs to its question
             kind, sources = read_sources(data, asking, limit, side)
             if is_checkpoint:
                 sampling = service.create_sampling_client(model_path=model).result()
@@ -269,6 +272,7 @@ def main(
             report = asyncio.run(played)
     if data.is_dir():
         report = replace(report, question=asking.question, trained_question=trained.question if trained else "")
+        report = replace(report, system_prompt=asking.system_prompt)
     print(json.dumps(asdict(report)) if as_json else report)
     raise typer.Exit(0 if not report.failed else 1 if report.rows else 2)
 

@@ -79,7 +79,7 @@ def export_model(
         raise InvalidInput(f"{path!r} is not a checkpoint path: write tinker://RUN/KIND/NAME", field="path")
     folder = pathlib.Path(directory)
     has_files = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if has_files and not _holds(folder, merged, _origin(path)):
+    if has_files and (base is not None or not _holds(folder, merged, _exported(path))):
         raise AlreadyExists(f"{folder} already has files: give a new folder", field="directory")
     ask_limits(base_url, api_key)  # raises at once if no server responds or the key is wrong
     import tinker  # late, because it takes seconds
@@ -90,9 +90,8 @@ def export_model(
     found = find_checkpoint(tinker.RestClient(base_url=base_url, api_key=api_key), path)
     if has_files:
         if found is None or not _holds(folder, merged, _origin(path, found)):
-            raise AlreadyExists(
-                f"{folder} already has an export of earlier weights of this path: give a new folder", field="directory"
-            )
+            words = "an export of this path, perhaps of earlier weights: give a new folder"
+            raise AlreadyExists(f"{folder} already has {words}", field="directory")
         logger.warning("%s already holds this export", folder)
         return folder
     notes: list[str] = []
@@ -161,8 +160,12 @@ def _filled(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _origin(path: str, found: tinker.types.Checkpoint | None = None) -> str:
-    """Returns the words of a README on the origin of its weights, or their beginning for an unknown checkpoint."""
-    return f"Exported from `{path}`" + (f", saved at {found.time.isoformat()}." if found else "")
+    """Returns the sentence of a README on the origin of its weights."""
+    return _exported(path) + (f", saved at {found.time.isoformat()}." if found else ".")
+
+
+def _exported(path: str) -> str:
+    return f"Exported from `{path}`"
 
 
 def _holds(folder: pathlib.Path, merged: bool, origin: str) -> bool:
@@ -170,7 +173,7 @@ def _holds(folder: pathlib.Path, merged: bool, origin: str) -> bool:
     readme = folder / "README.md"
     has_kind = (folder / ("config.json" if merged else _ADAPTER_CONFIG)).is_file()
     has_kind &= merged != (folder / _ADAPTER_CONFIG).is_file()
-    return has_kind and readme.is_file() and origin in readme.read_text()
+    return has_kind and readme.is_file() and origin in readme.read_text(encoding="utf-8")
 
 
 def _describe(folder: pathlib.Path, origin: str, base: str, metadata: Mapping[str, str], notes: list[str]) -> None:
@@ -198,7 +201,7 @@ def _describe(folder: pathlib.Path, origin: str, base: str, metadata: Mapping[st
         if asking.system_prompt:
             lines += ["The system prompt was:", "", *_quoted(asking.system_prompt)]
     lines += [line for note in notes for line in (note, "")]
-    (folder / "README.md").write_text("\n".join(lines))
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _quoted(text: str) -> list[str]:

@@ -86,7 +86,7 @@ class Gateway:
     def run_names(self) -> dict[str, str]:
         """Returns the names of the caller's runs by id. Programs give them, such as `fine_tune`."""
         named = ((run["training_run_id"], run["user_metadata"]) for run in self._all("training_runs", _PAGE))
-        return {str(run): name for run, metadata in named if (name := metadata.get("name"))}
+        return {str(run): name for run, metadata in named if (name := metadata.get("name") or metadata.get("run_name"))}
 
     def _all(self, kind: str, most: int) -> Iterator[dict[str, Any]]:
         """Yields all entries of a listing, page by page."""

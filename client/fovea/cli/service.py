@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fovea.cli import FORK_SUPPORT
+from fovea.cli import FORK_SUPPORT, GIVEN_FORK_SUPPORT
 from fovea.runtime.processes import SUPERVISED, die_with_parent
 from fovea.runtime.tasks import Backoff
 
@@ -218,12 +218,13 @@ class Service:
         # Without cached bytecode every process would recompile torch and vllm, which takes 20 s instead of 8 s.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment.pop(FORK_SUPPORT, None)
+        environment |= {FORK_SUPPORT: GIVEN_FORK_SUPPORT} if GIVEN_FORK_SUPPORT is not None else {}
         # Use a pipe of our own: with asyncio's pipe, `wait` would not return until orphaned descendants close it.
         reading, writing = os.pipe()
         waiting = asyncio.subprocess.DEVNULL
-        if self._must_wait:
-            waiting, self._gate = os.pipe()
         try:
+            if self._must_wait:
+                waiting, self._gate = os.pipe()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *self.spec.arguments,

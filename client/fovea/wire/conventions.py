@@ -71,7 +71,7 @@ MAX_PICTURE_SIDE = "max_picture_side"
 Larger images are shrunk to it before sampling. 0 leaves every image at its size.
 """
 
-QUESTION, SYSTEM_PROMPT = "question", "system_prompt"
+QUESTION, SYSTEM_PROMPT = "fovea_question", "fovea_system_prompt"
 """Keys in a checkpoint's user metadata: the texts that asked about each image in training, if all rows had the same."""
 
 _SIDE_DIGITS = 9

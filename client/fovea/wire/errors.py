@@ -34,6 +34,7 @@ from the classes.
 import os
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
 import grpc
@@ -308,6 +309,12 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 def _rebuild(cls: type[FoveaError], message: str, field: str | None, metadata: dict[str, str]) -> FoveaError:
     return cls(message, field, **metadata)
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a sentence about an unknown name: the known ones that are like it, or empty."""
+    found = get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def forget_frames(error: BaseException | None) -> None:

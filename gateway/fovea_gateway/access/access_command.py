@@ -5,7 +5,6 @@ within seconds.
 """
 
 import argparse
-import difflib
 import os
 import pwd
 import socket
@@ -16,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
+from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound, similar
 from fovea_gateway.access.api_keys import Key, Scope, all_keys, change_key, check_owner, insert_key, random_key
 from fovea_gateway.access.audit_log import DRAIN, OK, Action, put_entries, question_of, read_entries
 from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
@@ -60,8 +59,8 @@ def _create(arguments: argparse.Namespace) -> None:
     def insert(connection: sa.Connection) -> str:
         known = _known(connection)
         insert_key(connection, key)
-        _note(connection, "key_create", key.key_id)
-        return "" if key.owner in known else _alike(key.owner, known)
+        _note(connection, "keys create", "key_create", key.key_id)
+        return "" if key.owner in known else similar(key.owner, known)
 
     if alike := run(arguments, insert, may_create=True):
         print(f"{key.owner} is a new owner{alike}", file=sys.stderr)
@@ -80,7 +79,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _revoke(arguments: argparse.Namespace) -> None:
-    key = _change(arguments, "key_revoke", revoked_at=time.time())
+    key = _change(arguments, "keys revoke", "key_revoke", revoked_at=time.time())
     print(f"key {key.key_id} of {key.owner} is revoked; a running gateway refuses it within a second", file=sys.stderr)
     now = time.time()
     if key.scope is Scope.ADMIN and not any(
@@ -91,17 +90,20 @@ def _revoke(arguments: argparse.Namespace) -> None:
 
 def _expire(arguments: argparse.Namespace) -> None:
     key = _change(
-        arguments, "key_expiry_set", expires_at=time.time() + arguments.days * _DAY_S if arguments.days else None
+        arguments,
+        "keys expire",
+        "key_expiry_set",
+        expires_at=time.time() + arguments.days * _DAY_S if arguments.days else None,
     )
     until = f"until {_day(key.expires_at)}" if key.expires_at else "until it is revoked"
     print(f"key {key.key_id} of {key.owner} is valid {until}", file=sys.stderr)
 
 
-def _change(arguments: argparse.Namespace, event: str, **values: float | None) -> Key:
+def _change(arguments: argparse.Namespace, words: str, event: str, **values: float | None) -> Key:
     def change(connection: sa.Connection) -> Key | None:
         found = change_key(connection, arguments.key_id, **values)
         if found is not None:
-            _note(connection, event, found.key_id)
+            _note(connection, words, event, found.key_id)
         return found
 
     key = run(arguments, change)
@@ -127,7 +129,7 @@ def _set_owner(arguments: argparse.Namespace) -> None:
         given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
         changed = Owner(**{**vars(known), **given}).checked()
         put_owner(connection, changed)
-        _note(connection, "owner_set", changed.owner)
+        _note(connection, "owners set", "owner_set", changed.owner)
         return changed
 
     try:
@@ -148,12 +150,7 @@ def _require_owner(connection: sa.Connection, owner: str) -> None:
     """Raises NotFound for an owner that never existed, with the names that are like it."""
     known = _known(connection)
     if owner not in known:
-        raise NotFound(f"there is no owner {owner!r}{_alike(owner, known)}", field="OWNER")
-
-
-def _alike(owner: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(owner, known, n=3)
-    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
+        raise NotFound(f"there is no owner {owner!r}{similar(owner, known)}", field="OWNER")
 
 
 def _usage(arguments: argparse.Namespace) -> None:
@@ -182,7 +179,7 @@ def _drain(arguments: argparse.Namespace) -> None:
         elif arguments.address:
             insert_new(connection, drained_trainers, {"address": arguments.address})
         if arguments.address:
-            _note(connection, DRAIN, arguments.address)
+            _note(connection, "drain --undo" if arguments.undo else "drain", DRAIN, arguments.address)
         return sorted(connection.scalars(sa.select(drained_trainers.c.address)))
 
     found = run(arguments, change)
@@ -195,18 +192,17 @@ def _audit(arguments: argparse.Namespace) -> None:
     given = {name: value for name in ("owner", "event") if (value := getattr(arguments, name)) is not None}
     question = question_of(given, arguments.days)
     rows = run(arguments, lambda connection: read_entries(connection, question, arguments.most))
-    shown = ((_day(row["at"]), *(str(row[name]) for name in _AUDITED)) for row in rows)
-    print_table(("TIME", *(name.upper().replace("_", " ") for name in _AUDITED)), shown)
+    shown = ((_day(row["at"], time.gmtime), *(str(row[name]) for name in _AUDITED)) for row in rows)
+    print_table(("TIME (UTC)", *(name.upper().replace("_", " ") for name in _AUDITED)), shown)
     if len(rows) == arguments.most:
         print(f"these are the newest {arguments.most}; --most shows more", file=sys.stderr)
 
 
-def _note(connection: sa.Connection, event: str, object_id: str) -> None:
-    """Writes the audit entry of this command into its transaction."""
+def _note(connection: sa.Connection, words: str, event: str, object_id: str) -> None:
+    """Writes the audit entry of a command, `fovea` with these words, into its transaction."""
     # The views of all shards hide the tables, and take no rows.
     schema = connection.scalar(sa.func.current_schema()) if connection.dialect.name == "postgresql" else None
-    words = f"fovea {' '.join(word for word in sys.argv[1:3] if word != object_id)}"
-    action = Action(_COMMAND, f"{_user()}@{socket.gethostname()}", event, words, object_id, OK)
+    action = Action(_COMMAND, f"{_user()}@{socket.gethostname()}", event, f"fovea {words}", object_id, OK)
     put_entries(connection, [action.row(time.time(), 1)], schema)
 
 
@@ -369,8 +365,8 @@ def _days(text: str) -> float:
     return days
 
 
-def _day(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+def _day(at: float, zone: Callable[[float], time.struct_time] = time.localtime) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", zone(at))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ key, object and outcome share one entry an hour, which is written within seconds
 """
 
 import asyncio
-import difflib
 import hashlib
 import logging
 import re
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
-from fovea.wire.errors import FoveaError, Internal, InvalidInput
+from fovea.wire.errors import FoveaError, Internal, InvalidInput, similar
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import audit_entries as entries
 
@@ -166,8 +165,8 @@ def question_of(query: Mapping[str, str], days: int) -> Question:
             f"event_type is {event_type[:40]!r}; it must be one of {', '.join(_RESOURCES)}", field="event_type"
         )
     if (event := query.get("event")) is not None and event not in _NAMES:
-        nearest = difflib.get_close_matches(event, _NAMES, n=1, cutoff=0.0)[0]
-        raise InvalidInput(f"event is {event[:40]!r}; there is none of that name, but {nearest!r}", field="event")
+        words = similar(event, _NAMES) or f"; the events are {', '.join(_NAMES)}"
+        raise InvalidInput(f"there is no event {event[:40]!r}{words}", field="event")
     most = int(_TTL_S / 86400)
     if not 1 <= days <= most:
         raise InvalidInput(f"days is {days}; it must be 1 .. {most}", field="days")

@@ -6,6 +6,7 @@ Beside an SQLite file, some disk space is reserved.
 import argparse
 import logging
 import os
+import re
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from fovea.wire.errors import InvalidInput, NotFound, Unavailable
 logger = logging.getLogger(__name__)
 
 _SCHEMES = {"postgres": "postgresql+psycopg", "postgresql": "postgresql+psycopg"}
+_OPTIONS = re.compile(r"\?\w+=.*$", re.DOTALL)
 _FORM = "it must be postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:////PATH"
 _CONNECT_TIMEOUT_S = 5
 _URL_VARIABLE, _FOLDER_VARIABLE = "FOVEA_GATEWAY_DATABASE_URL", "FOVEA_GATEWAY_STATE_DIR"
@@ -54,10 +56,10 @@ def parse_url(url: str) -> sa.URL:
     except (sa.exc.ArgumentError, ValueError):
         raise InvalidInput(f"database_url cannot be read: {_FORM}", field="database_url") from None
     parsed = parsed.set(drivername=_SCHEMES.get(parsed.drivername, parsed.drivername))
-    if "@" in (parsed.host or ""):  # part of the password, which errors would show as part of the host
-        raise InvalidInput(
-            f"database_url has two '@': write the one in the password as %40; {_FORM}", field="database_url"
-        )
+    if parsed.drivername != "sqlite" and _OPTIONS.sub("", url).count("@") > 1:
+        # Errors would show the end of the password as a part of the host's or the database's name.
+        words = "write special characters of the password as %40 (@), %2F (/) or %3F (?)"
+        raise InvalidInput(f"database_url has an '@' too many: {words}; {_FORM}", field="database_url")
     if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
         raise InvalidInput(f"database_url begins with {parsed.drivername!r}: {_FORM}", field="database_url")
     return parsed
@@ -73,7 +75,7 @@ def describe(url: sa.URL) -> str:
 
 def refusal(url: sa.URL, error: sa.exc.DBAPIError) -> Unavailable:
     """Returns a database's error in one line, with the database's name."""
-    return Unavailable(f"{describe(url)} refuses: {' '.join(str(error.orig).split())}")
+    return Unavailable(f"{describe(url)}: {' '.join(str(error.orig).split())}")
 
 
 def make_engine(url: sa.URL, connections: int) -> sa.Engine:

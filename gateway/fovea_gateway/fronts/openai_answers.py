@@ -175,11 +175,13 @@ def _with_question(request: sampler_pb2.OpenAIRequest, metadata: Mapping[str, st
     if not question or request.image_count != 1 or request.route != sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS:
         return request
     body = json.loads(request.body)
-    match body["messages"]:
+    match body.get("messages"):
         case [{"role": "user", "content": [{"type": "image_url"}] as content}]:
             content.append({"type": "text", "text": question})
             if system:
                 body["messages"].insert(0, {"role": "system", "content": system})
+        case _:
+            return request
     text = json.dumps(body, ensure_ascii=False).encode()
     return sampler_pb2.OpenAIRequest(route=request.route, body=text, image_count=request.image_count)
 

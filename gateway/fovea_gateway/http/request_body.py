@@ -5,7 +5,6 @@ One byte of JSON or protobuf can become a hundred bytes of Python objects: `[[],
 """
 
 import asyncio
-import difflib
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -17,7 +16,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from fovea.tinker.v1 import tinker_pb2
-from fovea.wire.errors import InvalidInput, PayloadTooLarge, RequestTimeout
+from fovea.wire.errors import InvalidInput, PayloadTooLarge, RequestTimeout, similar
 from fovea_gateway.access.api_keys import SUBJECT
 from fovea_gateway.access.owners import QuotaUse
 
@@ -182,8 +181,7 @@ def describe(error: ValidationError, fields: Iterable[str] = ()) -> str:
     for item in error.errors()[:5]:
         words = item["msg"]
         if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
-            (near, *_) = difflib.get_close_matches(str(item["loc"][0]), fields, n=1) or [""]
-            words = f"there is no such field{f'; did you mean {near!r}?' if near else ''}"
+            words = f"there is no such field{similar(str(item['loc'][0]), fields)}"
         parts.append(f"{'.'.join(map(str, item['loc'])) or 'body'}: {words}")
     return "; ".join(parts)
 

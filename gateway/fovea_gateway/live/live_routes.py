@@ -96,13 +96,14 @@ class Report(Body):
 
 
 class Label(Body):
-    """The body of PUT live/runs/{run}: what people call a run, replacing what they called it before."""
+    """The body of PUT live/runs/{run}: the label that replaces the run's earlier one, unless `only_if_none`."""
 
     name: Annotated[str, Field(max_length=120, pattern=_LINE)] = ""
     notes: Annotated[str, Field(max_length=2000, pattern=_PRINTED)] = ""
     tags: Annotated[list[Annotated[str, Field(min_length=1, max_length=40, pattern=_TAG)]], Field(max_length=16)] = (
         Field([])
     )
+    only_if_none: bool = False
 
 
 class LiveRoutes:
@@ -268,8 +269,8 @@ class LiveRoutes:
         model = await self._models.get(owner, request.path_params["run"])
         body = await parse_json(request, Label, await read(request))
         name, notes, tags = body.name.strip(), body.notes.strip(), list(dict.fromkeys(body.tags))
-        await self._view.put_label(model, name, notes, tags)
-        return Json({"model_id": model.model_id, "name": name, "notes": notes, "tags": tags})
+        values = {"name": name, "notes": notes, "tags": tags}
+        return Json({"model_id": model.model_id} | await self._view.put_label(model, values, body.only_if_none))
 
     async def _stream(self, caller: Caller, key: str | None) -> AsyncGenerator[str]:
         sent: dict[str, Any] = {}

@@ -5,6 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -110,10 +111,10 @@ class LiveView:
             found["answers"] = {"step": answers[0], **answers[1].model_dump()}
         return found
 
-    async def put_label(self, model: Model, name: str, notes: str, tags: list[str]) -> None:
-        """Stores the name, notes and tags that people give to a model, in place of earlier ones."""
-        values = {"owner": model.owner, "name": name, "notes": notes, "tags": tags}
-        await self._database.write(lambda connection: write_label(connection, model.model_id, values))
+    async def put_label(self, model: Model, values: Section, only_if_none: bool) -> Section:
+        """Stores a model's name, notes and tags, unless it has some and `only_if_none`. Returns the stored ones."""
+        label = {"owner": model.owner} | values
+        return await self._database.write(partial(write_label, model.model_id, label, only_if_none))
 
     async def _check_model(self, owner: str | None, model_id: str) -> Model:
         model = await self._database.read(lambda connection: get_model(connection, model_id))
@@ -373,10 +374,13 @@ def read_rows(connection: sa.Connection, owner: str | None) -> tuple[list[Sectio
     return rows, "-".join(map(str, connection.execute(counting).one())), labels
 
 
-def write_label(connection: sa.Connection, model_id: str, values: Section) -> None:
-    """Writes a model's label, in place of an earlier one."""
-    if not insert_new(connection, run_labels, {"model_id": model_id} | values):
-        connection.execute(sa.update(run_labels).where(run_labels.c.model_id == model_id).values(values))
+def write_label(model_id: str, values: Section, only_if_none: bool, connection: sa.Connection) -> Section:
+    """Writes a model's label, in place of an earlier one unless `only_if_none`. Returns the stored one."""
+    mine = run_labels.c.model_id == model_id
+    if not insert_new(connection, run_labels, {"model_id": model_id} | values) and not only_if_none:
+        connection.execute(sa.update(run_labels).where(mine).values(values))
+    kept = sa.select(run_labels.c.name, run_labels.c.notes, run_labels.c.tags).where(mine)
+    return dict(connection.execute(kept).mappings().one())
 
 
 def _row(row: Any) -> Section:

@@ -65,15 +65,16 @@ class LiveReports:
             self._stop(error)
 
     async def name_run(self, name: str) -> None:
-        """Gives the run a name on the page, unless its `user_metadata` names it."""
+        """Gives the run a name on the page, unless it has one there or its `user_metadata` names it."""
+        label = {"name": name[:120], "only_if_none": True}
         try:
             async with httpx.AsyncClient(headers=await self._headers(), timeout=_TIMEOUT_S) as client:
                 found = (await client.get(f"{self._base}/training_runs/{self._model_id}")).raise_for_status().json()
                 if not {"name", "run_name"} & (found.get("user_metadata") or {}).keys():
-                    given = await client.put(f"{self._base}/live/runs/{self._model_id}", json={"name": name[:120]})
+                    given = await client.put(f"{self._base}/live/runs/{self._model_id}", json=label)
                     given.raise_for_status()
-        except (httpx.HTTPError, tinker.TinkerError) as error:
-            self._stop(error)
+        except (httpx.HTTPError, tinker.TinkerError, ValueError) as error:  # ValueError: the answer is not JSON
+            logger.info("the run has no name on the live page: %s", _line(error))
 
     def send_metrics(self, metrics: Mapping[str, float], answers: Mapping[str, Any] | None = None) -> None:
         """Reports metrics of the model's last step. Blocks until the server has answered.
@@ -98,7 +99,14 @@ class LiveReports:
 
     def _stop(self, error: Exception) -> None:
         self._is_over = True
-        logger.warning("metrics are no longer reported to the live page: %s", error)
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 404:
+            logger.info("the server has no live page for this run, so no metrics are reported: %s", _line(error))
+        else:
+            logger.warning("metrics are not reported to the live page from here on: %s", _line(error))
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _token(holder: InternalClientHolder) -> AwaitableConcurrentFuture[str | None]:

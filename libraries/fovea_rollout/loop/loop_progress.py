@@ -23,7 +23,7 @@ class LoopProgress(ProgressLines):
         super().__init__(is_shown)
         self._rollouts, self._finished = rollouts, 0
         self._failed: set[str] = set()
-        self._has_traced = False
+        self._has_traced = is_shown is False
         self._steps_task = self._bar.add_task("steps", total=steps, completed=taken, words="")
         self._held_out = ""
         self._rollouts_task = self._bar.add_task("rollouts", total=rollouts, words="")
@@ -39,7 +39,7 @@ class LoopProgress(ProgressLines):
         for conversation, failure in () if self._has_traced else report.failures:
             if failure.traceback:
                 self._has_traced = True
-                said = f"rollout {conversation} failed in {failure.stage}; later failures have one line for each step:"
+                said = f"rollout {conversation} failed in {failure.stage} (`report.failures` has all tracebacks):"
                 self._bar.console.out(f"{said}\n{failure.traceback}", highlight=False)
                 return
 

@@ -85,11 +85,13 @@ class StepReport:
         """Returns the step in one line, for `on_step=print`."""
         played = [one for group in self.trajectories for one in group]
         ended, failed = (sum(one.is_scored for one in played), sum(one.end == "failed" for one in played))
-        parts = [f"step {self.step + 1}: reward {self.reward_mean:.3f}{f' of {ended} that ended' if failed else ''}"]
+        of_ended = f" (mean of {ended} of {len(played)} rollouts)" if failed else ""
+        parts = [f"step {self.step + 1}: reward {self.reward_mean:.3f}{of_ended}"]
         if self.evaluation is not None:
             parts.append(f"held out {self.evaluation.reward_mean:.3f}")
         kl = "nothing to train on" if self.agreement is None else f"kl {self.agreement.kl:.1e}"
-        is_unrewarded = not self.signal_share and not failed and self.reward_mean <= 0
+        best = max((one.reward for one in played if one.is_scored), default=0.0)
+        is_unrewarded = not self.signal_share and not failed and best <= 0
         parts += [f"signal {self.signal_share:.0%}{_NO_SIGNAL if is_unrewarded else ''}", f"lag {self.lag}", kl]
         parts.append(f"{sum(self.seconds.values()):.0f} s")
         if self.failures:

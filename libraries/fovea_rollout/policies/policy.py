@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import InvalidInput, similar
 from fovea_rollout.messages import Picture
 
 
@@ -32,9 +31,8 @@ class Settings:
     def __new__(cls, *args: Any, **given: Any) -> Self:
         known = [one.name for one in fields(cls)]  # type: ignore[arg-type]  # every subclass is a dataclass
         for name in given.keys() - set(known):
-            nearest = get_close_matches(name, known, 1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known)}"
-            raise InvalidInput(f"{cls.__name__} has no field {name!r}: {hint}", field=name)
+            hint = similar(name, known) or f"; it has {', '.join(known)}"
+            raise InvalidInput(f"{cls.__name__} has no field {name!r}{hint}", field=name)
         return super().__new__(cls)
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         raise SystemExit(f"fovea_sampler: {error}") from None
     logger = logging.getLogger(__name__)
-    wait_for_turn(logger, "the service that uses this device too has started")
+    wait_for_turn(logger, "the other service on this device is ready")
     logger.info("vLLM %s", engine_arguments.start_steps(config))
     begun = time.monotonic()
     llm = vllm_launch.launch(config)

@@ -165,12 +165,12 @@ async def test_pictures_are_asked_at_the_size_and_with_the_question_of_training(
     rest = tinker.RestClient(base_url=stand.url, api_key=KEY)
     for path in (weights, state):
         assert await asyncio.to_thread(checkpoint_metadata, rest, path) == {
-            "max_picture_side": "512", "question": "Which?", "system_prompt": "Name it."
+            "max_picture_side": "512", "fovea_question": "Which?", "fovea_system_prompt": "Name it."
         }  # fmt: skip
     whole = load_chats([{**TEXT, "image": picture((512, 384))}], max_side=None)
     weights = await tuned(stand, tmp_path / "whole", whole)
     metadata = await asyncio.to_thread(checkpoint_metadata, rest, weights)
-    assert metadata == {"max_picture_side": "0", "question": TEXT["prompt"]}
+    assert metadata == {"max_picture_side": "0", "fovea_question": TEXT["prompt"]}
     assert picture_side(metadata, 7) is None
     others = load_chats([SEEN, {**SEEN, "prompt": "Or not?"}])
     weights = await tuned(stand, tmp_path / "others", others)

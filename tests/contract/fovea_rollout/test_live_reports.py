@@ -82,13 +82,38 @@ async def test_numbers_that_are_not_finite_are_left_out(stand: Stand, rest: Rest
 
 
 async def test_a_server_that_takes_no_reports_is_asked_once(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:
-    live = LiveReports(f"{stand.url}/elsewhere", KEY, "sess-1:train:0")
+    caplog.set_level("INFO", "fovea_rollout")
+    for url, level, words in (
+        (f"{stand.url}/elsewhere", "INFO", "the server has no live page for this run"),
+        ("http://127.0.0.1:1", "WARNING", "metrics are not reported to the live page from here on"),
+    ):
+        live = LiveReports(url, KEY, "sess-1:train:0")
+        caplog.clear()
+        await live.send(report(), {})
+        await live.send(report(), {})
+        (record,) = [each for each in caplog.records if each.name.startswith("fovea_rollout")]
+        assert (record.levelname, words in record.getMessage()) == (level, True)
+        assert "\n" not in record.getMessage()
+
+
+async def test_a_name_that_a_person_gave_stays(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    live = LiveReports(stand.url, KEY, model_id)
+    own = {"name": "mine", "notes": "do not touch", "tags": ["best"]}
+    await rest.http.put(f"live/runs/{model_id}", json=own)
+    await live.name_run("out")
+    kept = await rest.http.put(f"live/runs/{model_id}", json={"name": "x", "only_if_none": True})
+    assert {name: kept.json()[name] for name in own} == own
+
+
+async def test_a_run_that_cannot_be_named_is_still_reported(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    live = LiveReports(stand.url, KEY, model_id)
+    live._model_id = "sess-1:train:0"
+    await live.name_run("out")
+    live._model_id = model_id
     await live.send(report(), {})
-    await live.send(report(), {})
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "metrics are no longer reported to the live page" in record.getMessage()
-    assert "404" in record.getMessage()
+    assert "reward" in (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
 
 
 async def test_reports_go_where_the_training_client_is_connected(

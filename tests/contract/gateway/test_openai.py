@@ -203,7 +203,7 @@ async def _sampled_tokens(rest: Rest) -> int:
 async def test_an_image_alone_is_asked_the_question_of_the_checkpoints_training(
     stand: Stand, http: httpx.AsyncClient, rest: Rest
 ) -> None:
-    asking_for = {"question": "Which shape?", "system_prompt": "Be short."}
+    asking_for = {"fovea_question": "Which shape?", "fovea_system_prompt": "Be short."}
     saving = await rest.ok(
         "save_weights_for_sampler", model_id=await rest.create_model(), seq_id=1, path="w", user_metadata=asking_for
     )

@@ -71,7 +71,7 @@ async def test_a_record_is_written_over_rest_grpc_and_command(stand: Stand, keys
 async def test_a_mistyped_owner_is_refused_with_the_name_that_was_meant(stand: Stand, keys: Keys) -> None:
     for words in (("owners", "set", "alcie", "--max-models", "1"), ("usage", "--owner", "alcie")):
         refused = await command(stand, *words, code=1)
-        assert "there is no owner 'alcie' (did you mean 'alice'?)" in refused
+        assert "there is no owner 'alcie'; did you mean 'alice'?" in refused
         assert ("to set limits before the first key, add --create" in refused) is (words[0] == "owners")
     assert "alcie" not in await command(stand, "owners", "list")
     await command(stand, "owners", "set", "dora", "--max-models", "1", "--create")

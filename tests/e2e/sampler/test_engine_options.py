@@ -76,6 +76,6 @@ def test_a_wrong_one_ends_the_start_with_its_name(model: Path) -> None:
     variables = os.environ | {_VARIABLE: '{"gdn_prefil_backend": "triton"}'}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
-    words = "--engine-arguments: vLLM has no engine argument gdn_prefil_backend; the nearest is gdn_"
+    words = "--engine-arguments: vLLM has no engine argument gdn_prefil_backend; did you mean 'gdn_"
     assert ended.stderr.splitlines()[-1].startswith(f"fovea_sampler: {words}")
     assert "Traceback" not in ended.stderr

@@ -36,11 +36,11 @@ def test_bad_settings_are_named(changes: dict[str, Any], said: str) -> None:
 
 
 def test_a_wrong_field_is_named_with_the_nearest() -> None:
-    with pytest.raises(InvalidInput, match=r"^LoopSettings has no field 'stpes': did you mean 'steps'\?"):
+    with pytest.raises(InvalidInput, match=r"^LoopSettings has no field 'stpes'; did you mean 'steps' or 'substeps'\?"):
         LoopSettings(**{"stpes": 5})
-    with pytest.raises(InvalidInput, match=r"^FineTuneSettings has no field 'epoch': did you mean 'epochs'\?"):
+    with pytest.raises(InvalidInput, match=r"^FineTuneSettings has no field 'epoch'; did you mean 'epochs'\?"):
         FineTuneSettings(**{"epoch": 5})
-    with pytest.raises(InvalidInput, match=r"^SamplingSettings has no field 'xyz': it has max_tokens, temperature, "):
+    with pytest.raises(InvalidInput, match=r"^SamplingSettings has no field 'xyz'; it has max_tokens, temperature, "):
         SamplingSettings(**{"xyz": 5})
     for kind in (RolloutSettings, WarmUpSettings):
         with pytest.raises(InvalidInput, match=f"^{kind.__name__} has no field 'max_turn'"):

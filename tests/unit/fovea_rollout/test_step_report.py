@@ -74,14 +74,16 @@ def test_a_report_is_printed_in_one_line() -> None:
     seconds = {"rollout": 1.4, "train": 2.0}
     report = step_report(6, groups, TrainingBatch([]), [], seconds, FourTokenPictures(), 1.0, seen)
     assert str(report) == (
-        "step 7: reward 0.500 of 1 that ended, held out 0.750, signal 0%, lag 0, nothing to train on, 3 s, "
+        "step 7: reward 0.500 (mean of 1 of 2 rollouts), held out 0.750, signal 0%, lag 0, nothing to train on, 3 s, "
         "1 of 2 rollouts failed, the first in step: OSError: no display"
     )
     assert len(repr(report)) < 1000, "without the tokens of all rollouts"
 
 
-@pytest.mark.parametrize(("reward", "is_advised"), [(0.0, True), (-1.0, True), (1.0, False)])
-def test_a_warm_up_is_advised_if_no_answer_was_rewarded(reward: float, is_advised: bool) -> None:
-    groups = [[rollout(turn([1], [2], [-1.0], reward)), rollout(turn([1], [3], [-1.0], reward))]]
+@pytest.mark.parametrize(
+    ("rewards", "is_advised"), [((0.0, 0.0), True), ((-1.0, -1.0), True), ((1.0, 1.0), False), ((1.0, -1.0), False)]
+)
+def test_a_warm_up_is_advised_if_no_answer_was_rewarded(rewards: tuple[float, float], is_advised: bool) -> None:
+    groups = [[rollout(turn([1], [token], [-1.0], reward)) for token in (2, 3)] for reward in rewards]
     report = step_report(0, groups, TrainingBatch([]), [], {}, FourTokenPictures(), 1.0)
     assert ("begin with warm_up" in str(report)) is is_advised

@@ -64,7 +64,7 @@ def test_the_log_names_the_steps_of_the_start() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("gdn_prefil_backend", "triton", "vLLM has no engine argument gdn_prefil_backend; the nearest is gdn_prefill_"),
+        ("gdn_prefil_backend", "triton", "vLLM has no engine argument gdn_prefil_backend; did you mean 'gdn_prefill_"),
         ("max_num_seqs", 8, "max_num_seqs follows from Fovea's own --max-sequences"),
         ("seed", 1, "seed must keep the value that Fovea gives it"),
         ("quantization", "fp8", "quantization must keep vLLM's default: the trainer rounds neither weights"),

@@ -103,11 +103,16 @@ function showModels(changed) {
 }
 
 // A run that was resumed under its own name has one entry: the last part that has trained. Its curve has the earlier parts.
+// An earlier part that trains beside the resumed one is a run of its own.
+const goesOn = (earlier, model) => earlier.state === "ready" && earlier.step > model.resumed.step;
+
 function partsOf() {
   const hidden = new Set();
   for (const model of models.values()) {
     const earlier = models.get(model.resumed && runOf(model.resumed.path));
-    if (earlier && earlier.owner === model.owner && nameOf(earlier) === nameOf(model)) hidden.add(model.step > model.resumed.step ? earlier.id : model.id);
+    if (!earlier || earlier.owner !== model.owner || nameOf(earlier) !== nameOf(model)) continue;
+    if (model.step <= model.resumed.step) hidden.add(model.id);
+    else if (!goesOn(earlier, model)) hidden.add(earlier.id);
   }
   return hidden;
 }

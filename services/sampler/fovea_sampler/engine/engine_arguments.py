@@ -1,7 +1,6 @@
 """Validates the `engine_arguments` setting, and derives single arguments of vLLM's engine."""
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Collection, Mapping
 from enum import EnumType
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from fovea import vision
 from fovea.runtime import model_files
 from fovea.vision.processor_vl import ProcessorVL
+from fovea.wire.errors import similar
 from fovea_sampler.settings import SamplerSettings
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ def _problem(name: str, known: Collection[str], made: Collection[str]) -> str:
     if name in made:
         return f"{name} must keep the value that Fovea gives it"
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        return f"vLLM has no engine argument {name}" + (f"; the nearest is {near[0]}" if near else "")
+        return f"vLLM has no engine argument {name}{similar(name, known)}"
     return ""
 
 

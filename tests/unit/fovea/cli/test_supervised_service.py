@@ -224,5 +224,7 @@ asyncio.run(main())
 
 def test_grpc_starts_no_threads_in_a_child_before_it_becomes_a_service() -> None:
     """They abort if they find their descriptors closed, so a service that starts at such a moment ends with SIGABRT."""
-    result = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    command = [sys.executable, "-c", FORKING]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert result.stdout.split() == ["1"] * 20, result.stderr

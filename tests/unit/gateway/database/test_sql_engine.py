@@ -12,6 +12,8 @@ WRONG = [
     "s3cret",
     "mysql://fovea:s3cret@host/db",
     "postgresql://fovea:pass@s3cret@host/db",
+    "postgresql://fovea:pass@host1/s3cret@host/db",
+    "postgresql://fovea:pass@host1?s3cret@host/db",
 ]
 
 
