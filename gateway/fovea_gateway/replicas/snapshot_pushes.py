@@ -163,7 +163,11 @@ class Snapshots:
 
     async def forget(self, model_ids: list[str], samplers: list[Sampler]) -> None:
         """Frees the unnamed snapshots of ended models. The next restart frees what cannot be freed now."""
-        for snapshot_id in await self._database.read(lambda connection: ids_of_unnamed(connection, model_ids)):
+        await self.drop(await self._database.read(lambda connection: ids_of_unnamed(connection, model_ids)), samplers)
+
+    async def drop(self, snapshot_ids: Iterable[str], samplers: list[Sampler]) -> None:
+        """Makes samplers and trainers free snapshots. Logs a warning for each that cannot be freed now."""
+        for snapshot_id in snapshot_ids:
             await self._drop(snapshot_id, samplers)
 
     @contextmanager
@@ -355,6 +359,12 @@ def ids_of_unnamed(connection: sa.Connection, model_ids: list[str]) -> list[str]
     """Returns the ids of the models' snapshots that are only in memory."""
     where = snapshots.c.model_id.in_(model_ids) & (snapshots.c.uri == "")
     return [row.snapshot_id for row in connection.execute(sa.select(snapshots.c.snapshot_id).where(where))]
+
+
+def ids_of_stored(connection: sa.Connection, model_ids: list[str]) -> list[str]:
+    """Returns the ids of the models' snapshots that have files."""
+    where = snapshots.c.model_id.in_(model_ids) & (snapshots.c.uri != "")
+    return list(connection.scalars(sa.select(snapshots.c.snapshot_id).where(where)))
 
 
 def ids_of_unreachable(connection: sa.Connection, base_model: str) -> list[str]:

@@ -21,7 +21,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import version_of
-from fovea_gateway.replicas.snapshot_pushes import ids_of_unnamed
+from fovea_gateway.replicas.snapshot_pushes import ids_of_stored
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions
 from fovea_gateway.training.models import Models, ModelState, all_ids, ids_of_ended_sessions, ids_of_over, known_ids
@@ -69,7 +69,10 @@ class OrphanCollector:
             await trainer.client.delete_model(model_id)
 
     async def free_adapters(self, base: BaseModel) -> None:
-        """Makes samplers and trainer of a base model free the unnamed snapshots of ended sessions."""
+        """Makes samplers and trainer of a base model free the snapshots of ended sessions that have no files.
+
+        Some have no row either: a gateway that has lost its database pushes what it can no longer record.
+        """
         of_model: dict[str, set[str]] = {}
         for sampler in base.samplers.up:
             for snapshot_id in sampler.adapters:
@@ -77,12 +80,10 @@ class OrphanCollector:
                     of_model.setdefault(version[0], set()).add(snapshot_id)
         found = list(of_model)
         over = await self._database.read(lambda connection: ids_of_ended_sessions(connection, found))
-        unnamed = await self._database.read(lambda connection: ids_of_unnamed(connection, over))
-        if unnamed := [
-            snapshot_id for snapshot_id in unnamed if snapshot_id in of_model[snapshot_id.partition("@")[0]]
-        ]:
-            logger.warning("freeing %d snapshots of ended sessions that samplers still held", len(unnamed))
-            await base.snapshots.forget(over, base.samplers.up)
+        stored = await self._database.read(lambda connection: ids_of_stored(connection, over))
+        if orphans := {snapshot_id for model_id in over for snapshot_id in of_model[model_id]}.difference(stored):
+            logger.warning("freeing %d snapshots of ended sessions that samplers still held", len(orphans))
+            await base.snapshots.drop(orphans, base.samplers.up)
 
     async def remove_folders(self) -> None:
         """Removes folders of this gateway's models that no checkpoint names, if two successive calls have found them.

@@ -6,6 +6,7 @@ from fovea.wire.errors import Unavailable
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.keeping import KeepingTrainer
 from tests.contract.gateway.requests import Rest
+from tests.contract.gateway.test_checkpoints import save
 from tests.waiting import eventually
 
 
@@ -73,6 +74,30 @@ async def test_an_adapter_that_an_earlier_gateway_had_pushed_is_dropped_with_its
     await eventually(lambda: any(snapshot_id in sampler.adapters for sampler in samplers.up))
     await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
     await eventually(lambda: not stand.sampler.adapters)
+
+
+async def test_an_adapter_that_a_gateway_pushed_without_its_database_is_dropped_after_its_session(
+    stand: Stand, rest: Rest
+) -> None:
+    """Such a gateway, cut off while another one took over, could not write the snapshot's row. An adapter with files
+    stays: other sessions may sample from it.
+    """
+    model_id = await rest.create_model()
+    sampling = await rest.ok(
+        "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=0,
+        model_path=await save(rest, model_id, 1, "named", "save_weights_for_sampler"),
+    )  # fmt: skip
+    await rest.sample(sampling["sampling_session_id"], 1)
+    await eventually(lambda: len(stand.sampler.adapters) == 1)
+    (kept,) = stand.sampler.adapters
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    stand.sampler.adapters.add(f"{model_id}@77")
+    gateway = stand.gateway
+    assert gateway is not None
+    samplers = gateway.components.base_models.default.samplers
+    await eventually(lambda: any(f"{model_id}@77" in sampler.adapters for sampler in samplers.up))
+    await gateway.components.orphans.sweep(with_folders=False)
+    assert stand.sampler.adapters == {kept}
 
 
 def plant(folder: Path) -> None:
