@@ -25,16 +25,18 @@ SETTINGS = LoopSettings(6, 2, 4, learning_rate=1e-3, substeps=2, evaluate_every=
 
 
 async def run(out: str, url: str, key: str) -> None:
-    service = tinker.ServiceClient(base_url=url, api_key=key)
-    training = await resumed_training_client(service, out)
-    if training is None:
-        training = await service.create_lora_training_client(await first_model(url, key), rank=8, seed=1)
-        policy = TinkerPolicy(await training.save_weights_and_get_sampling_client())
-        player = ScriptedPlayer(policy, training.get_tokenizer(), lambda prompt: "red")
-        warm = WarmUpSettings(steps=2, rollout=ROLLOUT)
-        await warm_up(training, ChatTemplate(training.get_tokenizer()), [Watched], player, warm)
-    template = ChatTemplate(training.get_tokenizer())
-    await train(training, template, [Watched] * 3, SETTINGS, print, held_out=[Watched], out=out)
+    # A session that nothing ends keeps its model for a while, beside which no full-parameter model of a later test
+    # fits.
+    with tinker.ServiceClient(base_url=url, api_key=key) as service:
+        training = await resumed_training_client(service, out)
+        if training is None:
+            training = await service.create_lora_training_client(await first_model(url, key), rank=8, seed=1)
+            policy = TinkerPolicy(await training.save_weights_and_get_sampling_client())
+            player = ScriptedPlayer(policy, training.get_tokenizer(), lambda prompt: "red")
+            warm = WarmUpSettings(steps=2, rollout=ROLLOUT)
+            await warm_up(training, ChatTemplate(training.get_tokenizer()), [Watched], player, warm)
+        template = ChatTemplate(training.get_tokenizer())
+        await train(training, template, [Watched] * 3, SETTINGS, print, held_out=[Watched], out=out)
 
 
 if __name__ == "__main__":
