@@ -257,9 +257,8 @@ async def test_commands_on_the_database_are_in_the_audit_log(stand: Stand) -> No
     ]
     user = pwd.getpwuid(os.getuid()).pw_name
     assert {details["key_id"] for _, details in found} == {f"{user}@{socket.gethostname()}"}
-    assert (wrong.status_code, wrong.json()["detail"]) == (
-        400, "there is no event 'keys.create'; did you mean 'key_create'?"
-    )  # fmt: skip
+    assert wrong.status_code == 400
+    assert wrong.json()["detail"].startswith("there is no event 'keys.create'; did you mean 'key_create' or ")
 
     shown = (await command(stand, "--event", "key_create", "--most", "1", program="audit")).splitlines()
     assert len(shown) == 2
