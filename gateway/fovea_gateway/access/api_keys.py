@@ -306,10 +306,8 @@ class KeyRing:
     async def create(self, owner: str, name: str, scope: Scope, expires_at: float | None) -> tuple[str, Key]:
         """Creates a key that is valid at once. Returns its text, which cannot be shown again, and its record.
 
-        Raises InvalidInput if `owner` is not a valid name, or `expires_at` has passed.
+        Raises InvalidInput if `owner` is not a valid name.
         """
-        if expires_at is not None and expires_at <= time.time():
-            raise InvalidInput("expires_at is in the past", field="expires_at")
         try:
             text, key = random_key(check_owner(owner), name=name, scope=scope, expires_at=expires_at)
         except ValueError as error:

@@ -100,7 +100,7 @@ class AdminRoutes:
     async def create_key(self, request: Request, owner: str) -> Response:
         """Creates a key. The response is the only one that contains its text."""
         body = await parse_json(request, CreateKey, await read(request))
-        text, key = await self._keys.create(body.owner, body.name, parse_scope(body.scope), body.expires_at)
+        text, key = await self._keys.create(body.owner, body.name, parse_scope(body.scope), _ahead(body.expires_at))
         return Json({"text": text, "key": key.shown})
 
     async def list_keys(self, request: Request, owner: str) -> Response:
@@ -325,7 +325,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
         """Creates a key."""
         scope = parse_scope(request.scope)
-        text, key = await self._keys.create(request.owner, request.name, scope, request.expires_at or None)
+        text, key = await self._keys.create(request.owner, request.name, scope, _ahead(request.expires_at or None))
         return pb.CreateKeyResponse(text=text, key=_key(key))
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
@@ -376,6 +376,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 def _owner(owner: Owner) -> pb.Owner:
     return pb.Owner(**dataclasses.asdict(owner))
+
+
+def _ahead(expires_at: float | None) -> float | None:
+    """Returns the expiry of a new key. Raises InvalidInput if it has passed."""
+    if expires_at is not None and expires_at <= datetime.now(UTC).timestamp():
+        raise InvalidInput("expires_at is in the past", field="expires_at")
+    return expires_at
 
 
 def _key(key: Key) -> pb.ApiKey:
