@@ -271,8 +271,8 @@ def main(
             )
             report = asyncio.run(played)
     if data.is_dir():
-        report = replace(report, question=asking.question, trained_question=trained.question if trained else "")
-        report = replace(report, system_prompt=asking.system_prompt)
+        learnt = trained.question if trained else ""
+        report = replace(report, question=asking.question, trained_question=learnt, system_prompt=asking.system_prompt)
     print(json.dumps(asdict(report)) if as_json else report)
     raise typer.Exit(0 if not report.failed else 1 if report.rows else 2)
 

@@ -159,7 +159,7 @@ def _filled(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         (staging / "made").rename(folder)
 
 
-def _origin(path: str, found: tinker.types.Checkpoint | None = None) -> str:
+def _origin(path: str, found: tinker.types.Checkpoint | None) -> str:
     """Returns the sentence of a README on the origin of its weights."""
     return _exported(path) + (f", saved at {found.time.isoformat()}." if found else ".")
 

@@ -81,17 +81,17 @@ class Gateway:
 
     def checkpoints(self) -> Iterator[dict[str, Any]]:
         """Yields all checkpoints of the caller."""
-        return self._all("checkpoints", _PAGE)
+        return self._all("checkpoints")
 
     def run_names(self) -> dict[str, str]:
         """Returns the names of the caller's runs by id. Programs give them, such as `fine_tune`."""
-        named = ((run["training_run_id"], run["user_metadata"]) for run in self._all("training_runs", _PAGE))
+        named = ((run["training_run_id"], run["user_metadata"]) for run in self._all("training_runs"))
         return {str(run): name for run, metadata in named if (name := metadata.get("name") or metadata.get("run_name"))}
 
-    def _all(self, kind: str, most: int) -> Iterator[dict[str, Any]]:
+    def _all(self, kind: str) -> Iterator[dict[str, Any]]:
         """Yields all entries of a listing, page by page."""
         offset = 0
-        while page := self.ask("GET", f"{kind}?limit={most}&offset={offset}")[kind]:
+        while page := self.ask("GET", f"{kind}?limit={_PAGE}&offset={offset}")[kind]:
             yield from page
             offset += len(page)
 

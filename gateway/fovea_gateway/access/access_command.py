@@ -79,37 +79,34 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _revoke(arguments: argparse.Namespace) -> None:
-    key = _change(arguments, "keys revoke", "key_revoke", revoked_at=time.time())
+    key, left = _change(arguments, "keys revoke", "key_revoke", revoked_at=time.time())
     print(f"key {key.key_id} of {key.owner} is revoked; a running gateway refuses it within a second", file=sys.stderr)
     now = time.time()
-    if key.scope is Scope.ADMIN and not any(
-        each.scope is Scope.ADMIN and not each.problem(now) for each in run(arguments, all_keys)
-    ):
+    if key.scope is Scope.ADMIN and not any(each.scope is Scope.ADMIN and not each.problem(now) for each in left):
         print("no valid key of scope admin is left; `fovea keys create --scope admin` makes one", file=sys.stderr)
 
 
 def _expire(arguments: argparse.Namespace) -> None:
-    key = _change(
-        arguments,
-        "keys expire",
-        "key_expiry_set",
-        expires_at=time.time() + arguments.days * _DAY_S if arguments.days else None,
-    )
+    expires_at = time.time() + arguments.days * _DAY_S if arguments.days else None
+    key, _ = _change(arguments, "keys expire", "key_expiry_set", expires_at=expires_at)
     until = f"until {_day(key.expires_at)}" if key.expires_at else "until it is revoked"
     print(f"key {key.key_id} of {key.owner} is valid {until}", file=sys.stderr)
 
 
-def _change(arguments: argparse.Namespace, words: str, event: str, **values: float | None) -> Key:
-    def change(connection: sa.Connection) -> Key | None:
-        found = change_key(connection, arguments.key_id, **values)
-        if found is not None:
-            _note(connection, words, event, found.key_id)
-        return found
+def _change(arguments: argparse.Namespace, words: str, event: str, **values: float | None) -> tuple[Key, list[Key]]:
+    """Changes a key; returns it, and all keys after the change. Raises NotFound."""
 
-    key = run(arguments, change)
-    if key is None:
+    def change(connection: sa.Connection) -> tuple[Key, list[Key]] | None:
+        found = change_key(connection, arguments.key_id, **values)
+        if found is None:
+            return None
+        _note(connection, words, event, found.key_id)
+        return found, all_keys(connection)
+
+    changed = run(arguments, change)
+    if changed is None:
         raise NotFound(f"there is no key {arguments.key_id!r}; `fovea keys list` shows all keys", field="KEY_ID")
-    return key
+    return changed
 
 
 def _list_owners(arguments: argparse.Namespace) -> None:

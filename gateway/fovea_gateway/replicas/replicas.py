@@ -99,7 +99,7 @@ class Peer(ABC):
             self._on_change()
 
     def mark_down(self, reason: str, level: int = logging.WARNING) -> None:
-        """Records that calls fail, for a reason, or without one that it is starting. The next check follows soon."""
+        """Records that calls fail; no reason means that the service is starting. The next check follows soon."""
         if level > self._reported_level:
             words = f"is not used: {reason}" if reason else "does not answer yet: waiting for it"
             logger.log(level, "%s %s %s", self.service, self.address, words)

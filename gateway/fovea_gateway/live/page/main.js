@@ -102,10 +102,10 @@ function showModels(changed) {
   filterModels();
 }
 
-// A run that was resumed under its own name has one entry: the last part that has trained. Its curve has the earlier parts.
 // An earlier part that trains beside the resumed one is a run of its own.
 const goesOn = (earlier, model) => earlier.state === "ready" && earlier.step > model.resumed.step;
 
+// A run that was resumed under its own name has one entry: the last part that has trained. Its curve has the earlier parts.
 function partsOf() {
   const hidden = new Set();
   for (const model of models.values()) {
