@@ -2,8 +2,8 @@
 
 Each tenant is a session with its own LoRA model. It takes the same steps in its own thread, as fast as it gets answers:
 forward_backward and optim_step, submitted together and then both awaited. The figures are the total datums/s against
-those of a single tenant in the same run, in turns; the seconds of a step; fairness, the slowest tenant's time over the
-fastest's, 1 at best; and the fraction of time in which the trainer ran commands, which shows how much more tenants
+those of a single tenant in the same run, in turns; the seconds of a step; fairness, the steps/s of the fastest
+tenant over the slowest's, 1 at best; and the fraction of time in which the trainer ran commands, which shows how much more tenants
 could gain by filling gaps.
 """
 
@@ -43,11 +43,15 @@ class Tenant:
         assert all(one.model_input.length == options.length for one in data)
         return cls(bench, bench.training(options.rank), data)
 
-    def take_steps(self, count: int, start: threading.Barrier) -> list[float]:
-        """Returns the seconds of each step; starts together with the other tenants."""
+    def take_steps(self, count: int, least_s: float, start: threading.Barrier) -> list[float]:
+        """Takes at least `count` steps, and further ones until `least_s` seconds have passed.
+
+        Starts together with the other tenants. Returns the seconds of each step.
+        """
         start.wait()
-        seconds = []
-        for _ in range(count):
+        seconds: list[float] = []
+        end = time.perf_counter() + least_s
+        while len(seconds) < count or time.perf_counter() < end:
             begun = time.perf_counter()
             take_step(self.training, self.data, 1e-5)
             seconds.append(time.perf_counter() - begun)
@@ -70,17 +74,18 @@ class Rounds:
         """Adds one round: seconds of each step of each tenant, datums of a step, seconds of the trainer's commands."""
         whole = [sum(steps) for steps in times]
         self.datum_rates.append(sum(map(len, times)) * datum_count / max(whole))
-        self.unfairness.append(max(whole) / min(whole))
+        paces = [len(steps) / seconds for steps, seconds in zip(times, whole, strict=True)]
+        self.unfairness.append(max(paces) / min(paces))
         self.steps.append(quantile([seconds for steps in times for seconds in steps], 0.5))
         self.busy_shares.append(trainer_s / max(whole))
         self.cores.append(cores)
 
 
-def measure(tenants: Sequence[Tenant], steps: int) -> list[list[float]]:
+def measure(tenants: Sequence[Tenant], steps: int, least_s: float = 0.0) -> list[list[float]]:
     """Returns the seconds of each step of each tenant, with all tenants at once."""
     start = threading.Barrier(len(tenants))
     with ThreadPoolExecutor(len(tenants)) as pool:
-        return list(pool.map(lambda tenant: tenant.take_steps(steps, start), tenants))
+        return list(pool.map(lambda tenant: tenant.take_steps(steps, least_s, start), tenants))
 
 
 def command_seconds(running: Running) -> float:
@@ -102,7 +107,14 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--datums", type=int, default=16, help="datums of a tenant's step")
     parser.add_argument("--length", type=int, default=128, help="tokens of a datum")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each tenant in a round")
+    parser.add_argument("--steps", type=int, default=8, help="the fewest steps of each tenant in a round")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.0,
+        help="the shortest round with several tenants. With many, storage admits models in turns, so a few steps of each show "
+        "the wait of the last one rather than the throughput",
+    )
     parser.add_argument("--repeats", type=int, default=3)
 
 
@@ -114,6 +126,7 @@ def report(count: int, rounds: Rounds, alone: Rounds, model: str, options: argpa
         "length": options.length,
         "rank": options.rank,
         "steps": options.steps,
+        "seconds": options.seconds,
         "model": Path(model).name,
     }
     rates, steps = (alone.datum_rates, alone.steps) if count > 1 else (None, None)
@@ -139,7 +152,7 @@ def main() -> None:
         for count in counts:
             before = command_seconds(running)
             with running.cores() as cores:
-                times = measure(tenants[:count], options.steps)
+                times = measure(tenants[:count], options.steps, options.seconds if count > 1 else 0.0)
             found[count].add(times, options.datums, command_seconds(running) - before, cores)
     for count in counts:
         report(count, found[count], found[1], running.model, options)

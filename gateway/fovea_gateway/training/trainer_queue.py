@@ -43,8 +43,9 @@ repeats with FlashAttention 4 gave the gradients of the first pass (`docs/lab/pe
 No replayed command with them raises the alarm, not even one before the first replayed step: the durable point may
 itself come from an earlier replay, which had other gradients than the client's run.
 """
-_MOST_DEATHS, _MOST_DEATHS_AGAIN = 2, 5
-"""The number of trainer deaths after which a command fails: for a new command, and for a replayed one. If a replayed
+_MOST_DEATHS, _MOST_DEATHS_AGAIN = 3, 5
+"""The number of trainer deaths after which a command fails: for a new command, and for a replayed one. Two deaths can be
+coincidence, as when a node is preempted twice; from the second run on, the command runs alone. If a replayed
 command fails, its model is lost.
 """
 
