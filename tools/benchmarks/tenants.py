@@ -2,9 +2,9 @@
 
 Each tenant is a session with its own LoRA model. It takes the same steps in its own thread, as fast as it gets answers:
 forward_backward and optim_step, submitted together and then both awaited. The figures are the total datums/s against
-those of a single tenant in the same run, in turns; the seconds of a step; fairness, the steps/s of the fastest
-tenant over the slowest's, 1 at best; and the fraction of time in which the trainer ran commands, which shows how much more tenants
-could gain by filling gaps.
+those of a single tenant in the same run, in turns; the seconds of a step; fairness, the steps/s of the fastest tenant
+over the slowest's, 1 at best; and the fraction of time in which the trainer ran commands, which shows how much more
+tenants could gain by filling gaps.
 """
 
 import argparse
@@ -112,8 +112,8 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
         "--seconds",
         type=float,
         default=0.0,
-        help="the shortest round with several tenants. With many, storage admits models in turns, so a few steps of each show "
-        "the wait of the last one rather than the throughput",
+        help="the shortest round with several tenants. With many, storage admits models in turns, so a few steps of "
+        "each show the wait of the last one rather than the throughput",
     )
     parser.add_argument("--repeats", type=int, default=3)
 
