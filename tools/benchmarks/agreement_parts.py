@@ -30,7 +30,7 @@ class Adapter:
     name: str
     rate: float = 3e-4
     steps: int = 20
-    modules: dict[str, bool] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
 
 
 ADAPTERS = (

@@ -146,7 +146,7 @@ def main() -> None:
     running = Running.read(options.up)
     counts = sorted({1, *options.tenants})
     tenants = [Tenant.open(running.base_url, options, number) for number in range(counts[-1])]
-    measure(tenants, 2)  # warms up
+    measure(tenants, 1)  # warms up
     found = {count: Rounds() for count in counts}
     for _ in range(options.repeats):
         for count in counts:
