@@ -70,7 +70,7 @@ def trained(training: tinker.TrainingClient, drawn: Sequence[Drawn], way: str = 
 def compare(adapter: Adapter, what: str, one: Logprobs, other: Logprobs) -> None:
     """Prints the KL of two ways, estimated as in `benchmarks.agreement`, and quantiles of their differences."""
     differences, sizes = other - one, np.abs(other - one)
-    facts = {
+    facts: dict[str, Any] = {
         "adapter": adapter.name,
         "compared": what,
         "tokens": len(sizes),
