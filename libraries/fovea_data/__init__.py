@@ -1,10 +1,12 @@
 """Trains on your own data: prepares pictures and chats for the Tinker API, and fine-tunes a model in ten lines.
 
-Works with any Tinker server. Names are imported on first use, because the SDK takes seconds to load.
+Works with any Tinker server. Names are imported on first use. The SDK takes seconds to load, so it is loaded when used.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+import fovea_rollout  # noqa: F401  # before any module imports the SDK, which is then loaded when it is used
 
 if TYPE_CHECKING:
     from fovea_data.conversation import Conversation as Conversation

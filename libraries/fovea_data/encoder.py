@@ -8,7 +8,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import tinker
-from tinker.types import ImageChunk
 
 from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput
 from fovea_data.conversation import Conversation
@@ -188,9 +187,9 @@ class Encoder:
         return Sampled(ids, (0.0,) * len(ids), "stop", WeightVersions(0, 0))
 
 
-def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | ImageChunk:
+def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | tinker.types.ImageChunk:
     if isinstance(chunk, Picture):
-        return ImageChunk(data=chunk.data, format=chunk.format)
+        return tinker.types.ImageChunk(data=chunk.data, format=chunk.format)
     return tinker.EncodedTextChunk(tokens=list(chunk.ids))
 
 

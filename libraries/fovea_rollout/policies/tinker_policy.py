@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from weakref import WeakSet
 
 import tinker
-from tinker.types import ImageChunk
 
 from fovea_rollout.messages import Picture
 from fovea_rollout.policies.async_cache import AsyncCache
@@ -133,7 +132,7 @@ class WeightPublisher:
         return policy
 
 
-def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | ImageChunk:
+def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | tinker.types.ImageChunk:
     if isinstance(chunk, Tokens):
         return tinker.EncodedTextChunk(tokens=list(chunk.ids))
-    return ImageChunk(data=chunk.data, format=chunk.format)
+    return tinker.types.ImageChunk(data=chunk.data, format=chunk.format)
