@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-import tinker
-
 from fovea.runtime.model_files import language_entries, read_json
 from fovea.wire.errors import FailedPrecondition, NotFound
 from fovea_data.base_model import is_tied
 from fovea_data.encoder import Encoder
 from fovea_data.picture_tokens import PictureTokens, ask_server, checkpoint_directory, checkpoint_formula
 from fovea_data.served_limits import ServedLimits, ask_limits
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.learning_rate import FINE_TUNING_RATE, rate_at
 
 logger = logging.getLogger(__name__)

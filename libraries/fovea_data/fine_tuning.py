@@ -16,8 +16,6 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
-import tinker
-
 from fovea.wire.conventions import MAX_PICTURE_SIDE
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFinite
 from fovea_data.answer_counts import AnswerCounts
@@ -28,6 +26,7 @@ from fovea_data.fine_tune_progress import CheckProgress, FineTuneProgress, FineT
 from fovea_data.row_check import BrokenRows, CheckedRows, RowEncoder, check_rows
 from fovea_data.rows import Indices
 from fovea_data.tuned_model import TunedModel, answers
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.live_reports import LiveReports, judgement
 from fovea_rollout.loop.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
 from fovea_rollout.policies.policy import Settings

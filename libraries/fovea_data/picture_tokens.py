@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import tinker
 
 from fovea import vision
 from fovea.runtime.model_files import read_added_tokens, read_image_processor, read_json
 from fovea.wire.errors import FailedPrecondition
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.messages import Picture
 
 Formula = Callable[[int, int], int]

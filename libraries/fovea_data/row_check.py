@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_data.conversation import Asking, Conversation, naming_row
 from fovea_data.dataset import Dataset
 from fovea_data.encoder import Encoder
 from fovea_data.served_limits import ServedLimits
+from fovea_rollout.late_sdk import tinker
 
 logger = logging.getLogger(__name__)
 

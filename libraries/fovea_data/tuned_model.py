@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-import tinker
-
 from fovea.wire.errors import FailedPrecondition
 from fovea_data.connection import Connection
 from fovea_data.conversation import Asking, RowReader
 from fovea_data.encoder import Encoder
 from fovea_data.model_export import export_model
-from fovea_data.pictures import read_picture
 from fovea_data.rows import PICTURE_SUFFIXES
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.messages import Message, Part, Picture
+from fovea_rollout.pictures import read_picture
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,6 @@ address or setting is reported before. Environments and templates work without t
 """
 
 import importlib
-import importlib.util
-import sys
-import threading
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,42 +88,6 @@ _PUBLIC = {
     "viewer": ("write_viewer",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
-
-
-class _Late(ModuleType):
-    """A module that is loaded when its first attribute is read. Other threads wait until it is.
-
-    Python's LazyLoader already loads a module at an `import` of it.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        with _LOADING:
-            if self.__dict__.pop("_is_late", False):
-                try:
-                    self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]  # `_load_late` checks both
-                except BaseException:
-                    self._is_late = True
-                    raise
-        try:
-            return self.__dict__[name]
-        except KeyError:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}") from None
-
-
-_LOADING = threading.RLock()
-
-
-def _load_late(name: str) -> None:
-    """Makes `import` of a module return at once."""
-    spec = None if name in sys.modules else importlib.util.find_spec(name)
-    if spec is None or spec.loader is None:
-        return
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    module.__class__ = _Late
-    module.__dict__["_is_late"] = True
-
-
-_load_late("tinker")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import tinker
 
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.step_report import StepReport
 from fovea_rollout.trajectory import Trajectory
 

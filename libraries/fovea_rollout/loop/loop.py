@@ -14,11 +14,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environments.records import Record, Source, environment_factory, fingerprint
 from fovea_rollout.evaluation import Evaluation, evaluate
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.group_pool import GroupPool
 from fovea_rollout.loop.learning_rate import REINFORCING_RATE, StepSize, learning_rate_of
 from fovea_rollout.loop.live_reports import LiveReports

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-import tinker
-
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.policies.policy import Portion
 
 Span: TypeAlias = "tinker.types.PromptProvenanceSpan | tinker.types.SampledProvenanceSpan"

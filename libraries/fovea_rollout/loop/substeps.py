@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import tinker
-
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.training_batch import TrainingBatch
 
 Outputs: TypeAlias = "list[tuple[TrainingBatch, tinker.ForwardBackwardOutput]]"

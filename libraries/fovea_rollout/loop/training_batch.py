@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-import tinker
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.advantages import ESTIMATORS, Estimator, Rewards, groups_with_signal
 from fovea_rollout.loop.kl_penalty import base_logprobs, kl_penalty
 from fovea_rollout.loop.provenance import with_provenance

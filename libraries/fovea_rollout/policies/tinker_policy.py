@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from weakref import WeakSet
 
-import tinker
-
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.messages import Picture
 from fovea_rollout.policies.async_cache import AsyncCache
 from fovea_rollout.policies.experts_client import ExpertSource
