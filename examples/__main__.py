@@ -50,7 +50,7 @@ def main(
 ) -> None:
     """Run the examples and write their results. The exit code is 1 if a run misses its bar."""
     # Without this the SDK would send telemetry to the server of the examples.
-    environment = os.environ | {"TINKER_TELEMETRY": "0"}
+    environment = os.environ | {"TINKER_TELEMETRY": "0", "PYTHONUNBUFFERED": "1"}
     console = Console()
     names = examples or [*EXAMPLES, *(OF_OTHERS if OTHERS.is_dir() else ())]
     known = EXAMPLES | OF_OTHERS | LEARN_OTHERWISE

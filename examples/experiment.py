@@ -14,8 +14,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import tinker
-
 from fovea_rollout import (
     ChatTemplate,
     Chunk,
@@ -35,6 +33,7 @@ from fovea_rollout import (
     warm_up,
     write_viewer,
 )
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.stopping import exiting_with_a_line
 
 Sources = Sequence[Callable[[], Environment]]

@@ -107,7 +107,7 @@ TOKENS = Counter(
 )
 GPU_SECONDS = Counter(
     "fovea_gateway_gpu_seconds_total",
-    "Device seconds of trainer and samplers by tenant and kind of request: its share, by tokens, of the time of each"
-    " device.",
+    "GPU seconds of trainer and samplers by tenant and kind of request: its share, by tokens, of the time of each GPU."
+    " Work on the CPU does not count.",
     ["tenant", "kind"],
 )

@@ -1,6 +1,6 @@
 """Trains on your own data: prepares pictures and chats for the Tinker API, and fine-tunes a model in ten lines.
 
-Works with any Tinker server. Names are imported on first use, because the SDK takes seconds to load.
+Works with any Tinker server. Names are imported on first use. The SDK takes seconds to load, so it is loaded when used.
 """
 
 import importlib
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fovea_data.model_export import export_model as export_model
     from fovea_data.picture_tokens import PictureTokens as PictureTokens
     from fovea_data.picture_tokens import token_count as token_count
-    from fovea_data.pictures import read_picture as read_picture
     from fovea_data.tuned_model import TunedModel as TunedModel
+    from fovea_rollout.pictures import read_picture as read_picture
 
 _PUBLIC = {
     "conversation": ("Conversation", "RowReader"),
@@ -30,16 +30,16 @@ _PUBLIC = {
     "hub_upload": ("push_to_hub",),
     "model_export": ("export_model",),
     "picture_tokens": ("PictureTokens", "token_count"),
-    "pictures": ("read_picture",),
     "tuned_model": ("TunedModel",),
 }
-_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _PUBLIC.items() for name in names}
+_MODULE_OF["read_picture"] = "fovea_rollout.pictures"
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

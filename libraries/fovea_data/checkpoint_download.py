@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from urllib.parse import quote
 
 import httpx
-import tinker
 
 from fovea.wire.errors import FailedPrecondition, Internal, InvalidInput, NotFound, Unavailable
+from fovea_rollout.late_sdk import tinker
 
 _EXPORT_TTL_S = 3600
 _TIMEOUT_S = 60.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
-
-import tinker
+from typing import TypeAlias
 
 from fovea.runtime.model_files import language_entries, read_json
 from fovea.wire.errors import FailedPrecondition, NotFound
@@ -14,11 +13,12 @@ from fovea_data.base_model import is_tied
 from fovea_data.encoder import Encoder
 from fovea_data.picture_tokens import PictureTokens, ask_server, checkpoint_directory, checkpoint_formula
 from fovea_data.served_limits import ServedLimits, ask_limits
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.learning_rate import FINE_TUNING_RATE, rate_at
 
 logger = logging.getLogger(__name__)
 
-SupportedModel = tinker.types.SupportedModel
+SupportedModel: TypeAlias = "tinker.types.SupportedModel"
 
 
 class Server:
@@ -27,14 +27,15 @@ class Server:
     Args:
         base_url: Address of the server; None reads TINKER_BASE_URL.
         api_key: API key; None reads TINKER_API_KEY.
+        progress: See `ask_limits`.
 
     Raises:
         FailedPrecondition: No server responds.
     """
 
-    def __init__(self, base_url: str | None, api_key: str | None) -> None:
+    def __init__(self, base_url: str | None, api_key: str | None, progress: bool | None = None) -> None:
         self.base_url, self.api_key = base_url, api_key
-        self._limits = ask_limits(base_url, api_key)
+        self._limits = ask_limits(base_url, api_key, progress)
         self.service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
         self.rest = tinker.RestClient(base_url=base_url, api_key=api_key)
 

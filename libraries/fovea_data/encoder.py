@@ -7,13 +7,12 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import tinker
-from tinker.types import ImageChunk
 
 from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput
 from fovea_data.conversation import Conversation
 from fovea_data.picture_tokens import PictureTokens
 from fovea_rollout.environments.environment import THINK_CLOSE, THINK_OPEN
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.training_batch import training_datums
 from fovea_rollout.messages import Message, Picture
 from fovea_rollout.policies.policy import Chunk, Policy, Sampled, Tokens, WeightVersions
@@ -188,9 +187,9 @@ class Encoder:
         return Sampled(ids, (0.0,) * len(ids), "stop", WeightVersions(0, 0))
 
 
-def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | ImageChunk:
+def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | tinker.types.ImageChunk:
     if isinstance(chunk, Picture):
-        return ImageChunk(data=chunk.data, format=chunk.format)
+        return tinker.types.ImageChunk(data=chunk.data, format=chunk.format)
     return tinker.EncodedTextChunk(tokens=list(chunk.ids))
 
 

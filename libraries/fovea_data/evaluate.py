@@ -257,7 +257,7 @@ def main(
             else:
                 sampling = service.create_sampling_client(base_model=model).result()
             asked = f', asked "{asking.question}"' if data.is_dir() else ""
-            print(f"evaluating {model} on {len(sources)} rows of {data}{asked}", file=sys.stderr)
+            print(f"evaluating {model} on {len(sources)} rows of {data}{asked}", file=sys.stderr, flush=True)
             played = measure(
                 TinkerPolicy(sampling),
                 ChatTemplate(sampling.get_tokenizer()),

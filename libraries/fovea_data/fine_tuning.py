@@ -14,8 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import zip_longest
-
-import tinker
+from typing import Any
 
 from fovea.wire.conventions import MAX_PICTURE_SIDE
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFinite
@@ -27,7 +26,8 @@ from fovea_data.fine_tune_progress import CheckProgress, FineTuneProgress, FineT
 from fovea_data.row_check import BrokenRows, CheckedRows, RowEncoder, check_rows
 from fovea_data.rows import Indices
 from fovea_data.tuned_model import TunedModel, answers
-from fovea_rollout.loop.live_reports import LiveReports
+from fovea_rollout.late_sdk import tinker
+from fovea_rollout.loop.live_reports import LiveReports, judgement
 from fovea_rollout.loop.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
 from fovea_rollout.policies.policy import Settings
 from fovea_rollout.stopping import ending_with_a_line
@@ -129,7 +129,7 @@ def fine_tune(
         loggers: Names of installed packages, or own objects, to log to besides `metrics.jsonl`.
         score: Scores the answer to a held-out row, 0 to 1. The mean is `accuracy`.
         progress: Whether to show a line of progress, and one on the end of the run with the path of the weights. None
-            shows the first on a terminal, and elsewhere every half minute.
+            shows the first on a terminal, and elsewhere a line after 5 seconds, and then up to every half minute.
 
     Returns:
         The model. Close it, or use it as a context manager. Until then the server keeps it in training.
@@ -153,7 +153,7 @@ def fine_tune(
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as exits, ending_with_a_line(lambda: _stop_line(folder)):
-        server = Server(base_url, api_key)
+        server = Server(base_url, api_key, progress)
         exits.callback(server.service.close, "errored")
         served = server.model(model)
         limits = server.limits(served)
@@ -352,20 +352,23 @@ class _Run:
         weights = training.save_weights_for_sampler(f"step-{step}", user_metadata=self._metadata).result().path
         figures: dict[str, float] = {}
         counts: AnswerCounts | None = None
+        judged: list[dict[str, Any]] = []
         if self._held_out is not None:
             figures["held_out_loss"] = self._held_out_loss(self._held_out)
             if self._score:
                 sampling = self._connection.sampling(weights)
-                figures["accuracy"], counts = self._answered(self._held_out, sampling, self._score)
+                figures["accuracy"], counts, judged = self._answered(self._held_out, sampling, self._score)
             self._log(step, figures)
             shown.count_evaluation(figures)
-            self._live.send_metrics(figures, asdict(counts) if counts else None)
         loss = figures.get("held_out_loss")
         dropped = state.weights
         if loss is None or state.best_loss is None or loss < state.best_loss:
             state.weights, state.best_step, state.best_loss, state.misses = weights, step, loss, 0
         else:
             dropped, state.misses = weights, state.misses + 1
+        if figures:
+            best = {"kept_step": float(state.best_step)}
+            self._live.send_metrics(figures | best, asdict(counts) if counts else None, judged)
         is_out_of_patience = self._settings.patience is not None and state.misses >= self._settings.patience
         state.is_finished = step == self.step_count or is_out_of_patience
         saved = training.save_state(state.next_name, overwrite=True, user_metadata=self._metadata).result()
@@ -389,10 +392,11 @@ class _Run:
 
     def _answered(
         self, rows: Dataset, sampling: tinker.SamplingClient, score: Score
-    ) -> tuple[float, AnswerCounts | None]:
-        """Returns the accuracy, and the counts of answers by label if the right answers are labels."""
+    ) -> tuple[float, AnswerCounts | None, list[dict[str, Any]]]:
+        """Returns the accuracy, the counts of answers by label if the right answers are labels, and judgements."""
         encoder, total = self._connection.encoder, 0.0
         pairs: list[tuple[str, str]] = []
+        judged: list[dict[str, Any]] = []
         for begin in range(0, len(rows), _FORWARD_ROWS):
             encoded = self._encoded(rows, range(begin, min(begin + _FORWARD_ROWS, len(rows))))
             asked = [row for row, _ in encoded]
@@ -401,9 +405,13 @@ class _Run:
             # Long enough for every right answer. A longer answer is wrong anyway.
             longest = max(encoder.answer_length(one) for one in asked) + 1
             said = answers(sampling, encoder, [one.question for one in asked], longest)
-            total += sum(score(answer, one) for answer, one in zip(said, asked, strict=True))
-            pairs += zip((one.answer for one in asked), said, strict=True)
-        return total / len(pairs) if pairs else 0.0, AnswerCounts.of(pairs)
+            for one, (text, sequence_id) in zip(asked, said, strict=True):
+                found = float(score(text, one))
+                total += found
+                pairs.append((one.answer, text))
+                if sequence_id:
+                    judged.append(judgement(sequence_id, found, one.answer, True))
+        return total / len(pairs) if pairs else 0.0, AnswerCounts.of(pairs), judged
 
     def _log(self, step: int, figures: dict[str, float]) -> None:
         for one in self._loggers:

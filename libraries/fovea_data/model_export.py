@@ -81,7 +81,7 @@ def export_model(
     has_files = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if has_files and (base is not None or not _holds(folder, merged, _exported(path))):
         raise AlreadyExists(f"{folder} already has files: give a new folder", field="directory")
-    ask_limits(base_url, api_key)  # raises at once if no server responds or the key is wrong
+    ask_limits(base_url, api_key, progress)  # raises at once if no server responds or the key is wrong
     import tinker  # late, because it takes seconds
 
     from fovea_data.checkpoint_download import download_checkpoint
@@ -212,7 +212,8 @@ class _Bars:
     """Bars of progress for the download and the merge. A context manager.
 
     Args:
-        is_shown: Whether to show the bars; None shows them on a terminal, and elsewhere a plain line when each begins.
+        is_shown: Whether to show the bars; None shows them on a terminal, and elsewhere a plain line when each begins
+            and at each tenth.
     """
 
     def __init__(self, is_shown: bool | None) -> None:
@@ -239,8 +240,17 @@ class _Bars:
         """Returns a function that updates a new bar with the finished bytes and all bytes."""
         if self._is_plain:
             print(f"{name} ...", file=sys.stderr, flush=True)
-        task = self._bars.add_task(name, total=None)
-        return lambda done, whole: self._bars.update(task, completed=done, total=max(whole, done))
+        task, told = self._bars.add_task(name, total=None), 0
+
+        def update(done: int, whole: int) -> None:
+            nonlocal told
+            self._bars.update(task, completed=done, total=max(whole, done))
+            tenth = 10 * done // max(whole, done, 1)
+            if self._is_plain and tenth > told:
+                told = tenth
+                print(f"{name} {10 * tenth} % of {whole / 1e6:.1f} MB", file=sys.stderr, flush=True)
+
+        return update
 
 
 def main(

@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import tinker
-from tinker.types import ImageChunk
 
 from fovea import vision
 from fovea.runtime.model_files import read_added_tokens, read_image_processor, read_json
 from fovea.wire.errors import FailedPrecondition
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.messages import Picture
 
 Formula = Callable[[int, int], int]
@@ -99,6 +98,6 @@ def ask_server(sampling: tinker.SamplingClient, picture: Picture) -> int:
 
     Raises what the SDK raises.
     """
-    chunk = ImageChunk(data=picture.data, format=picture.format)
+    chunk = tinker.types.ImageChunk(data=picture.data, format=picture.format)
     scores: list[Any] = sampling.compute_logprobs(tinker.ModelInput(chunks=[chunk])).result()
     return len(scores)

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import tinker
-from tinker.types import ImageChunk
 
 from fovea.wire.errors import InvalidInput
 from fovea_data.conversation import Asking, Conversation, naming_row
 from fovea_data.dataset import Dataset
 from fovea_data.encoder import Encoder
 from fovea_data.served_limits import ServedLimits
+from fovea_rollout.late_sdk import tinker
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ def _digest(data: list[tinker.Datum]) -> bytes:
     digest = hashlib.sha256()
     for datum in data:
         for chunk in datum.model_input.chunks:
-            if isinstance(chunk, ImageChunk):
+            if isinstance(chunk, tinker.types.ImageChunk):
                 digest.update(b"picture" + hashlib.sha256(chunk.data).digest())
             elif isinstance(chunk, tinker.EncodedTextChunk):
                 digest.update(b"tokens" + np.asarray(chunk.tokens, np.int64).tobytes())

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from fovea.client.gateway import check_server
 from fovea.wire import conventions
 from fovea.wire.errors import FailedPrecondition, InvalidInput
-from fovea_rollout.connection import sdk_key
+from fovea_rollout.connection import checked_key
 from fovea_rollout.messages import Picture
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class ServedLimits:
                 )
 
 
-def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, ServedLimits]:
+def ask_limits(base_url: str | None, api_key: str | None, progress: bool | None = None) -> Mapping[str, ServedLimits]:
     """Requests the limits of a server's models.
 
     The result maps names of models to limits. It is empty if the server reports none, and for the SDK's default server.
@@ -88,14 +87,15 @@ def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, Served
     Args:
         base_url: Address of the server; None reads TINKER_BASE_URL.
         api_key: API key; None takes what the SDK would: TINKER_API_KEY, TINKER_CREDENTIAL_CMD or the stored login.
+        progress: False prints no line on standard error before the SDK is loaded.
 
     Raises:
         NotConnected: No server responds, or it refuses the API key.
     """
-    url, key = base_url or os.environ.get("TINKER_BASE_URL"), sdk_key(api_key)
+    url = base_url or os.environ.get("TINKER_BASE_URL")
     if not url:
         return {}
-    check_server(url, key)
+    key = checked_key(url, api_key, progress)
     if key is None:
         command = os.environ["TINKER_CREDENTIAL_CMD"]
         key = subprocess.run(command, shell=True, capture_output=True, text=True).stdout.strip()  # as the SDK does

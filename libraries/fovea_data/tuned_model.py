@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-import tinker
-
 from fovea.wire.errors import FailedPrecondition
 from fovea_data.connection import Connection
 from fovea_data.conversation import Asking, RowReader
 from fovea_data.encoder import Encoder
 from fovea_data.model_export import export_model
-from fovea_data.pictures import read_picture
 from fovea_data.rows import PICTURE_SUFFIXES
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.messages import Message, Part, Picture
+from fovea_rollout.pictures import read_picture
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class TunedModel:
         if self.sampling is None:
             raise FailedPrecondition("this run had no sampler: create a sampling client from `weights`")
         shrunk = [[self._shrunk(message) for message in one] for one in questions]
-        return answers(self.sampling, self.connection.encoder, shrunk, max_tokens)
+        return [text for text, _ in answers(self.sampling, self.connection.encoder, shrunk, max_tokens)]
 
     def _shrunk(self, message: Message) -> Message:
         return replace(
@@ -118,8 +117,10 @@ def _part(part: str | Picture | pathlib.Path) -> Part:
 
 def answers(
     sampling: tinker.SamplingClient, encoder: Encoder, questions: Sequence[Sequence[Message]], max_tokens: int
-) -> list[str]:
-    """Returns greedy answers to all questions, which are submitted at once. Raises what the SDK raises.
+) -> list[tuple[str, str]]:
+    """Returns greedy answers to all questions, which are submitted at once, and their ids. Raises what the SDK raises.
+
+    An id is empty if the server gives none.
 
     Args:
         sampling: Client that samples.
@@ -134,4 +135,5 @@ def answers(
         params = tinker.SamplingParams(max_tokens=most, temperature=0.0, stop=list(encoder.stop_ids))
         pending.append(sampling.sample(encoder.prompt(one), num_samples=1, sampling_params=params))
     sequences = [future.result().sequences[0] for future in pending]
-    return [encoder.read(one.tokens, is_cut=one.stop_reason == "length") for one in sequences]
+    texts = (encoder.read(one.tokens, is_cut=one.stop_reason == "length") for one in sequences)
+    return [(text, one.sequence_id or "") for text, one in zip(texts, sequences, strict=True)]

@@ -1,7 +1,8 @@
 """Multi-turn reinforcement learning of vision-language models against any server that speaks the Tinker API.
 
-Names are imported on first use, because the Tinker SDK takes seconds to load. Environments and templates work without
-it, and everything except `GymnasiumEnvironment` works without gymnasium.
+Names are imported on first use, and the Tinker SDK, which takes seconds to load, only when it is used. So a wrong
+address or setting is reported before. Environments and templates work without the SDK, and everything except
+`GymnasiumEnvironment` works without gymnasium.
 """
 
 import importlib

@@ -1,9 +1,10 @@
-"""Shows progress on standard error: bars on a terminal, and elsewhere a plain line every half minute."""
+"""Shows progress on standard error: bars on a terminal, and elsewhere plain lines, seldomer the longer it takes."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -15,8 +16,9 @@ from fovea_rollout.messages import Picture
 from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings
 from fovea_rollout.trajectory import Trajectory
 
+_FIRST_S = 5.0
 _PLAIN_S = 30.0
-"""Seconds between two plain lines, so that the log of a job shows that it lives, and where."""
+"""The most seconds between two plain lines, so that the log of a job shows that it lives, and where."""
 
 
 class ProgressLines:
@@ -24,7 +26,7 @@ class ProgressLines:
 
     Args:
         is_shown: Whether to show bars. None shows them on a terminal; elsewhere it prints a plain line of each bar
-            every half minute, and nothing in a shorter run.
+            after 5 seconds, and then seldomer, down to every half minute.
     """
 
     def __init__(self, is_shown: bool | None) -> None:
@@ -59,7 +61,8 @@ class ProgressLines:
                 self._say()  # where it ended
 
     def _say_regularly(self) -> None:
-        while not self._is_over.wait(_PLAIN_S):
+        begun = time.monotonic()
+        while not self._is_over.wait(min(_PLAIN_S, max(_FIRST_S, (time.monotonic() - begun) / 2))):
             self._say()
 
     def _say(self) -> None:

@@ -9,6 +9,7 @@ same cores. All bytes, with their headers, pass a relay that counts them.
 
 import asyncio
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -154,6 +155,7 @@ def _browse(relay: _Relay, url: str, model_ids: list[str], sizes: dict[str, Any]
         emit("live_compare_watched_bytes", [float(relay.received - before)], "bytes", **sizes, seconds=_WATCHED_S)
         assert browser.complaints() == []
     watched = sizes | {"seconds": _WATCHED_S, "steps_per_s_and_model": 2, "runs": _COMPARED}
+    watched["load_of_a_minute"] = round(os.getloadavg()[0], 1)
     for name, seconds in spent.items():
         emit(f"live_compare_{name}_ms_per_s", [1000 * seconds / _WATCHED_S], "ms of a core, page's thread", **watched)
     emit("live_compare_slice_p99_ms", [quantile(slices, 0.99)], "ms of a core", **watched, worst=max(slices))

@@ -297,7 +297,10 @@ def name_database(find: Callable[[], list[pathlib.Path]] = running_folders) -> N
         return
     running = find()
     if len(running) > 1:
-        words = "several Foveas run; choose one: --state-dir " + " or ".join(map(str, running))
+        words = (
+            f"several Foveas run, and there is no database in {DEFAULT_STATE_DIR.resolve()}: choose the database with"
+            f" --state-dir {' or '.join(map(str, running))}, or name another folder"
+        )
         raise typer.Exit(print_error(words, MISUSED))
     if running:
         os.environ[_DATABASE_VARIABLES[0]] = str(running[0])

@@ -16,7 +16,18 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound, similar
-from fovea_gateway.access.api_keys import Key, Scope, all_keys, change_key, check_owner, insert_key, random_key
+from fovea_gateway.access.api_keys import (
+    PUBLISHED,
+    Key,
+    Scope,
+    all_keys,
+    change_key,
+    check_owner,
+    hash_key,
+    insert_key,
+    nameless,
+    random_key,
+)
 from fovea_gateway.access.audit_log import DRAIN, OK, Action, put_entries, question_of, read_entries
 from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.database import Job, Result
@@ -39,6 +50,8 @@ _ENTRIES = 1000
 _AUDITED = ("owner", "key_id", "event", "object_id", "outcome", "count", "route")
 _COMMAND = "the command line"
 """The owner of audit entries of these commands."""
+_BARE = nameless(hash_key(PUBLISHED))
+"""The owner of the published key. The page and these commands call it by the key."""
 _HEAD = ("OWNER", *(name.upper() for name in FIELDS))
 
 
@@ -115,7 +128,7 @@ def _list_owners(arguments: argparse.Namespace) -> None:
 
 
 def _row(owner: Owner) -> tuple[str, ...]:
-    return (owner.owner, f"{owner.weight:g}", *(f"{getattr(owner, name):.16g}" for name in LIMITS))
+    return (_shown(owner.owner), f"{owner.weight:g}", *(f"{getattr(owner, name):.16g}" for name in LIMITS))
 
 
 def _set_owner(arguments: argparse.Namespace) -> None:
@@ -160,13 +173,16 @@ def _usage(arguments: argparse.Namespace) -> None:
     price = arguments.gpu_hour_price_usd
     head = ("DAY", "OWNER", "KEY ID", *(name.upper() for name in FIGURES), *(["COST USD"] if price else []))
     figures = (
-        (*(f"{row[name]:.10g}" for name in FIGURES), *([f"{row['gpu_seconds'] / 3600 * price:.2f}"] if price else []))
+        (
+            *(f"{round(row[name], 1):.10g}" for name in FIGURES),
+            *([f"{row['gpu_seconds'] / 3600 * price:.2f}"] if price else []),
+        )
         for row in found["usage"]
     )
-    who = ((row["day"], row["owner"], row["key_id"]) for row in found["usage"])
+    who = ((row["day"], _shown(row["owner"]), row["key_id"]) for row in found["usage"])
     print_table(head, (a + b for a, b in zip(who, figures, strict=True)))
     for owner, size_bytes in sorted(found["stored_bytes"].items()):
-        print(f"{owner} has {size_bytes} bytes of checkpoints")
+        print(f"{_shown(owner)} has {size_bytes} bytes of checkpoints")
 
 
 def _drain(arguments: argparse.Namespace) -> None:
@@ -189,7 +205,7 @@ def _audit(arguments: argparse.Namespace) -> None:
     given = {name: value for name in ("owner", "event") if (value := getattr(arguments, name)) is not None}
     question = question_of(given, arguments.days)
     rows = run(arguments, lambda connection: read_entries(connection, question, arguments.most))
-    shown = ((_day(row["at"], time.gmtime), *(str(row[name]) for name in _AUDITED)) for row in rows)
+    shown = ((_day(row["at"], time.gmtime), *(_shown(str(row[name])) for name in _AUDITED)) for row in rows)
     print_table(("TIME (UTC)", *(name.upper().replace("_", " ") for name in _AUDITED)), shown)
     if len(rows) == arguments.most:
         print(f"these are the newest {arguments.most}; --most shows more", file=sys.stderr)
@@ -258,7 +274,7 @@ def _parse() -> argparse.Namespace:
     _add_owners(commands)
     usage = commands.add_parser("usage", description="Show the usage of owners, by key and day.")
     usage.set_defaults(run=_usage)
-    usage.add_argument("--owner", help="show only this owner")
+    usage.add_argument("--owner", type=_known_as, help="show only this owner")
     usage.add_argument(
         "--days", type=int, default=_DAYS, help=f"number of days to show, including today; default: {_DAYS}"
     )
@@ -272,7 +288,9 @@ def _parse() -> argparse.Namespace:
         "audit", description="Show the audit log: which key, or which user of these commands, did what. Newest last."
     )
     audit.set_defaults(run=_audit)
-    audit.add_argument("--owner", help=f"show only this owner's entries; {_COMMAND!r} is these commands")
+    audit.add_argument(
+        "--owner", type=_known_as, help=f"show only this owner's entries; {_COMMAND!r} is these commands"
+    )
     audit.add_argument("--event", help="show only this event, such as key_create")
     audit.add_argument(
         "--days", type=int, default=_DAYS, help=f"number of days to show, including today (UTC); default: {_DAYS}"
@@ -337,7 +355,7 @@ def _add_owners(programs: Any) -> None:
         "set", description="Change an owner's record. Options that are not given keep their values."
     )
     setting.set_defaults(run=_set_owner)
-    setting.add_argument("owner", metavar="OWNER")
+    setting.add_argument("owner", metavar="OWNER", type=_known_as)
     setting.add_argument("--create", action="store_true", help="accept an owner without a key, usage or checkpoint yet")
     setting.add_argument("--weight", type=float, help="weight of its share relative to other owners; default: 1")
     for name in LIMITS:
@@ -354,6 +372,15 @@ def _owner(text: str) -> str:
         return check_owner(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _known_as(name: str) -> str:
+    """Returns the owner that has a name in the tables of these commands."""
+    return _BARE if name == PUBLISHED else name
+
+
+def _shown(owner: str) -> str:
+    return PUBLISHED if owner == _BARE else owner
 
 
 def _days(text: str) -> float:

@@ -306,13 +306,13 @@ class KeyRing:
     async def create(self, owner: str, name: str, scope: Scope, expires_at: float | None) -> tuple[str, Key]:
         """Creates a key that is valid at once. Returns its text, which cannot be shown again, and its record.
 
-        Raises InvalidInput if `owner` is not a valid name.
+        Raises InvalidInput if `owner` is not a valid name, and Unavailable after seconds without the database.
         """
         try:
             text, key = random_key(check_owner(owner), name=name, scope=scope, expires_at=expires_at)
         except ValueError as error:
             raise InvalidInput(str(error), field="owner") from None
-        await self._database.write(lambda connection: insert_key(connection, key))
+        await self._database.write_soon(lambda connection: insert_key(connection, key))
         SUBJECT.set(key.key_id)
         await self._read()
         return text, key

@@ -69,7 +69,9 @@ class Owner:
             raise InvalidInput(f"weight is {self.weight}; it must be 0.001 .. 1000", field="weight")
         for name in LIMITS:
             if not 0 <= getattr(self, name) <= _MOST:
-                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 0 (no limit) or more", field=name)
+                raise InvalidInput(
+                    f"{name} is {getattr(self, name)}; it must be 0 (the gateway's default limit) or more", field=name
+                )
         return self
 
     def part(self, count: int) -> "Owner":
@@ -304,7 +306,7 @@ class Usage:
         cached_tokens: Prompt tokens that a sampler had computed before.
         sampled_tokens: Generated tokens.
         gpu_seconds: The work's share, by tokens, of the time of the trainer and the samplers, times the number of their
-            devices.
+            GPUs; 0 for those that compute on the CPU.
     """
 
     trained_tokens: int = 0

@@ -39,6 +39,8 @@ _READ_RETRY_S = 0.2
 _START_PATIENCE_S = 30.0
 _CLOSE_PATIENCE_S = 5.0
 _RETRY_S = 0.2
+SOON_S = 5.0
+_COMMIT_S = 1.0
 
 
 class Stopped(Exception):
@@ -306,6 +308,27 @@ class Database:
         await self._queue.put((job, done))
         # A cancelled caller does not undo the job: others may rely on its effect.
         return await asyncio.shield(done)
+
+    async def write_soon(self, job: Job[Result]) -> Result:
+        """Like `write`, but a job that does not begin within `SOON_S` has no effect.
+
+        For changes that are of no use to a caller that no longer waits. If the connection breaks while the job is being
+        committed, it may take effect although this raises Unavailable.
+        """
+        give_up_at = time.monotonic() + SOON_S
+
+        def timely(connection: sa.Connection) -> Result:
+            if time.monotonic() > give_up_at:
+                raise Unavailable("the database was unavailable for too long")
+            return job(connection)
+
+        try:
+            async with asyncio.timeout(SOON_S + _COMMIT_S):
+                return await self.write(timely)
+        except TimeoutError:
+            raise Unavailable(
+                f"the gateway's database has not answered for {SOON_S:.0f} s, so nothing is changed: try again later"
+            ) from None
 
     async def read(self, job: Job[Result]) -> Result:
         """Runs a job that only reads. Raises the same errors as `write`."""

@@ -18,7 +18,7 @@ from fovea_gateway.checkpoints.exports import Exports
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
 from fovea_gateway.health import Health, Shares
-from fovea_gateway.live.alerts import Alerts, Bounds, Webhook
+from fovea_gateway.live.alerts import START_S, Alerts, Bounds, Webhook
 from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.live_view import LiveView
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels, Trainers
@@ -152,7 +152,7 @@ class Components:
         self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints, self.uploads)
         bounds = Bounds(
             settings.alerts_kl, settings.alerts_gone_s, settings.alerts_disk_share, settings.alerts_durable_lag_s,
-            settings.alerts_slot_wait_s, settings.retry_deadline_s,
+            settings.alerts_slot_wait_s, min(settings.retry_deadline_s, START_S),
         )  # fmt: skip
         webhook = Webhook(settings.alerts_webhook)
         self.alerts = Alerts(self.models, self.base_models, bounds, settings.private_folders, webhook)

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 CALM_S = 30.0
+START_S = 180.0
+"""Seconds that the first answer of a service may take, unless the settings wait less for services."""
 _MOST_OPEN = 64
 _MOST_ENDED = 20
 _OWNERS = 512
@@ -200,7 +202,9 @@ class Alerts:
             for peer in peers:
                 if not peer.up:
                     patience_s = bounds.gone_s if peer.has_been_up else bounds.start_s
-                    message = f"the {service} of {base.name} at {peer.address} does not answer"
+                    words = "does not answer" if peer.has_been_up else "has never answered"
+                    why = f": {peer.reason}" if peer.reason else ""
+                    message = f"the {service} of {base.name} at {peer.address} {words}{why}"
                     found[Key(kind, _SYSTEM, peer.address)] = Cause(message, patience_s)
             if not peers:
                 found[Key(kind, _SYSTEM, base.name)] = Cause(f"{base.name} has no {service}", bounds.start_s)

@@ -83,6 +83,7 @@ class Judgement(Body):
     sequence_id: str
     reward: Value | None = Field(None, allow_inf_nan=False)
     truth: Text = ""
+    held_out: bool = False
 
 
 class Report(Body):
@@ -259,9 +260,10 @@ class LiveRoutes:
                 f"step is {body.step}; the model has taken {last} optimizer steps: leave step out for the last one",
                 field="step",
             )
-        rewards = [one.reward for one in body.samples if one.reward is not None]
+        rewards = [one.reward for one in body.samples if one.reward is not None and not one.held_out]
         step = await state.report(model.model_id, body.step, body.metrics, rewards, body.answers)
-        kept = [state.gallery.judge(owner, one.sequence_id, one.reward, one.truth) for one in body.samples]
+        judge, fields = state.gallery.judge, ("sequence_id", "reward", "truth", "held_out")
+        kept = [judge(owner, *(getattr(one, name) for name in fields)) for one in body.samples]
         return Json({"step": step, "samples_kept": sum(kept)})
 
     async def label(self, request: Request, owner: str) -> Response:

@@ -192,9 +192,9 @@ class LiveState:
         kind, model_id = submission.kind, submission.scope
         self.alerts.note_end(ending)
         self.token_counts["trained"] += ending.pending.usage.trained_tokens
-        if ending.pending.usage.gpu_seconds:
+        if ending.pending.device_seconds:
             model = await self._models.load(model_id)
-            self._work.append((time.time(), model.base_model, True, ending.pending.usage.gpu_seconds))
+            self._work.append((time.time(), model.base_model, True, ending.pending.device_seconds))
         if outcome.error is not None:
             if kind is Kind.OPTIM_STEP:
                 self._since.pop(model_id, None)
@@ -260,8 +260,8 @@ class LiveState:
             return
         sampling = await self._sampling.get(submission.owner, submission.scope)
         base = self._base_models.get(sampling.base_model)
-        if ending.pending.usage.gpu_seconds:
-            self._work.append((time.time(), base.name, False, ending.pending.usage.gpu_seconds))
+        if ending.pending.device_seconds:
+            self._work.append((time.time(), base.name, False, ending.pending.device_seconds))
         if not any(len(one.tokens) for one in drawn) or (len(drawn[0].tokens) == 1 and request.prompt_logprobs):
             return  # The request only scored a prompt.
         version, step = version_of(snapshot), 0

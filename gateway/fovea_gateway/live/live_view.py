@@ -155,6 +155,7 @@ class LiveView:
                 "stop": one.stop,
                 "is_cut": one.is_cut,
                 "reward": one.reward,
+                "held_out": one.is_held_out,
                 "at": one.at,
             }
 
@@ -281,8 +282,8 @@ class LiveView:
 
     def _base_model(self, base: BaseModel, is_admin: bool) -> Section:
         def address(peer: Any) -> Section:
-            state = {"up": peer.up, "starting": not peer.has_been_up}
-            return state | {"address": peer.address} if is_admin else state
+            state = {"up": peer.up, "starting": peer.is_starting}
+            return state | {"address": peer.address, "reason": peer.reason} if is_admin else state
 
         trainers = base.trainers.links
         ranks = sum(trainer.info.world_size for trainer in trainers if trainer.info)

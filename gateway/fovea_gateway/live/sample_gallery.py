@@ -64,6 +64,7 @@ class Drawn:
     at: float
     is_cut: bool = False
     reward: float | None = None
+    is_held_out: bool = False
     trained: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     place: bytes = b""
 
@@ -142,14 +143,15 @@ class SampleGallery:
         self.version += 1
         self._bound(known)
 
-    def judge(self, owner: str, sequence_id: str, reward: float | None, truth: str) -> bool:
+    def judge(self, owner: str, sequence_id: str, reward: float | None, truth: str, is_held_out: bool = False) -> bool:
         """Records a client's judgement of a sequence. Returns False if it is not stored or belongs to another owner."""
         group = self._groups_of.get(sequence_id)
         if group is None or group.owner != owner:
             return False
         for one in group.drawn:
-            if one.sequence_id == sequence_id and reward is not None:
-                one.reward = reward
+            if one.sequence_id == sequence_id:
+                one.reward = one.reward if reward is None else reward
+                one.is_held_out |= is_held_out
         if truth:
             group.truth = truth
         self.version += 1

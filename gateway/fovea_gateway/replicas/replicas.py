@@ -37,6 +37,7 @@ _POLL_DOWN_S = 0.3
 _AGAIN_S = 2.0
 _STARTING_S = 60.0
 """Seconds in which a process that has not answered yet counts as starting. After that its error is logged."""
+_REPEAT_S = 60.0  # between two log lines on a process that stays down
 _FIRST_S = 5.0
 """Seconds that a start waits for discovery and the first answers. Slower replicas join later."""
 
@@ -55,6 +56,7 @@ class Peer(ABC):
         answers: Whether it answered the last check or call.
         up: Whether it answers and accepts requests.
         has_been_up: Whether it has ever been up. If not, it may still be starting.
+        reason: The error of the last call, if it failed and the process is not starting.
     """
 
     client: ServiceClient
@@ -65,8 +67,13 @@ class Peer(ABC):
         self.answers = self.up = False
         self._on_change = on_change
         self.has_been_up = False
-        self._reported_level = logging.NOTSET
+        self.reason, self._reported_level, self._reported_at = "", logging.NOTSET, 0.0
         self._begun_at = time.monotonic()
+
+    @property
+    def is_starting(self) -> bool:
+        """True until it is up for the first time, unless its start takes long."""
+        return not self.has_been_up and time.monotonic() - self._begun_at < _STARTING_S
 
     @abstractmethod
     async def ask(self) -> None:
@@ -86,13 +93,10 @@ class Peer(ABC):
             return
         except FoveaError as error:
             # Services start in parallel and the gateway is ready first, so a short wait for the others is no failure.
-            is_starting = isinstance(error, Unavailable) and not self.has_been_up
-            if is_starting and time.monotonic() - self._begun_at < _STARTING_S:
-                self.mark_down("", logging.INFO)
-            else:
-                self.mark_down(str(error))
+            is_start = isinstance(error, Unavailable) and self.is_starting
+            self.mark_down("" if is_start else str(error), logging.INFO if is_start else logging.WARNING)
             return
-        self.answers, self._reported_level = True, logging.NOTSET
+        self.answers, self.reason, self._reported_level = True, "", logging.NOTSET
         if not self.up and (is_first or await self.prepare()):
             logger.info("%s %s is up", self.service, self.address)
             self.up = self.has_been_up = True
@@ -100,11 +104,12 @@ class Peer(ABC):
 
     def mark_down(self, reason: str, level: int = logging.WARNING) -> None:
         """Records that calls fail; no reason means that the service is starting. The next check follows soon."""
-        if level > self._reported_level:
+        now = time.monotonic()
+        if level > self._reported_level or (reason and now - self._reported_at >= _REPEAT_S):
             words = f"is not used: {reason}" if reason else "does not answer yet: waiting for it"
             logger.log(level, "%s %s %s", self.service, self.address, words)
-            self._reported_level = level
-        self.answers = self.up = False
+            self._reported_level, self._reported_at = level, now
+        self.answers, self.up, self.reason = False, False, reason
         self._on_change()
 
     async def watch(self) -> None:

@@ -189,7 +189,8 @@ class SampleRunner:
                 async for event in self._sample(sampler, work, turn):
                     yield event
         finally:
-            work.pending.usage.gpu_seconds += turn.seconds * picked.device_count
+            memory_kind = picked.info.memory_kind if picked.info is not None else ""
+            work.pending.add_seconds(turn.seconds * picked.device_count, memory_kind)
 
     @asynccontextmanager
     async def _place(self, work: SampleWork, sampler: Sampler, turn: Turn) -> AsyncIterator[Sampler]:

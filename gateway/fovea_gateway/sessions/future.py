@@ -179,6 +179,7 @@ class Pending:
     Attributes:
         request: The serialized request, or None if it must be read from the database.
         usage: The resources used so far.
+        device_seconds: Like `usage.gpu_seconds`, also on the CPU.
         place: The place of a loss computation in a pass of the trainer, with which it can be repeated bit for bit.
         work: The task that runs the work, if it can be cancelled.
         refusal: The error that prevented the storing of the submission; None if there was none.
@@ -192,6 +193,7 @@ class Pending:
     state: State = State.QUEUED
     progress: Progress = field(default_factory=Progress)
     usage: Usage = field(default_factory=Usage)
+    device_seconds: float = 0.0
     place: str = ""
     work: asyncio.Task[None] | None = None
     is_finishing: bool = False
@@ -205,6 +207,11 @@ class Pending:
         """The id of the trained model or the name of the base model; empty if neither is known."""
         is_of_model = self.submission.kind not in (Kind.SAMPLE, Kind.CREATE_CUSTOM_LOSS)
         return self.submission.scope if is_of_model else self.progress.sampled
+
+    def add_seconds(self, seconds: float, memory_kind: str) -> None:
+        """Adds the seconds of all devices. A service with memory of kind `host` uses no GPU."""
+        self.device_seconds += seconds
+        self.usage.gpu_seconds += seconds * (memory_kind != "host")
 
     def begin(self) -> None:
         """Records the start of the work. Repeated calls change nothing."""

@@ -144,8 +144,9 @@ class TrainerQueue:
             self._turns.discard(turn)
             if turn.used is not None and turn.seconds:
                 self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * self._paces.get(key, first)
-            devices = self._trainer.info.world_size if self._trainer.info is not None else 1
-            pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
+            info = self._trainer.info
+            devices, memory_kind = (info.world_size, info.memory_kind) if info is not None else (1, "")
+            pending.add_seconds(turn.seconds * max(devices, 1), memory_kind)
 
     def _size(self, tokens: int) -> int:
         """Returns the slots of a command that may share a pass."""

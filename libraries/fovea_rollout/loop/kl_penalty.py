@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import tinker
 
 from fovea.wire.errors import InvalidInput
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.policies.async_cache import AsyncCache
 
 Floats = npt.NDArray[np.float64]

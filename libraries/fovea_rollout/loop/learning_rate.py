@@ -7,7 +7,7 @@ import logging
 import math
 from dataclasses import dataclass, field
 
-import tinker
+from fovea_rollout.late_sdk import tinker
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pathlib
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -13,11 +14,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environments.records import Record, Source, environment_factory, fingerprint
 from fovea_rollout.evaluation import Evaluation, evaluate
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.group_pool import GroupPool
 from fovea_rollout.loop.learning_rate import REINFORCING_RATE, StepSize, learning_rate_of
 from fovea_rollout.loop.live_reports import LiveReports
@@ -128,6 +129,7 @@ async def train(
                 done = on_step(report)
                 if inspect.isawaitable(done):
                     await done
+                sys.stdout.flush()  # so that a file has a line of `on_step=print` at once
                 await loop.keep(report)
         finally:
             await loop.pool.close()
@@ -250,13 +252,18 @@ class _Loop:
 
     def truths(self, report: StepReport) -> dict[str, str]:
         """Returns the right answers by conversation, for records that contain one."""
-        found = {}
+        sources = {}
         for trajectory in (one for group in report.trajectories for one in group):
             index = trajectory.conversation.removeprefix("group-").partition("/")[0]
-            source = self._source(int(index))
-            if isinstance(source, Record) and "ground_truth" in source.reward_spec:
-                found[trajectory.conversation] = str(source.reward_spec["ground_truth"])
-        return found
+            sources[trajectory.conversation] = self._source(int(index))
+        if report.evaluation is not None:
+            held_out = zip(report.evaluation.trajectories, self._held_out, strict=True)
+            sources |= {trajectory.conversation: source for trajectory, source in held_out}
+        return {
+            conversation: str(source.reward_spec["ground_truth"])
+            for conversation, source in sources.items()
+            if isinstance(source, Record) and "ground_truth" in source.reward_spec
+        }
 
     async def _evaluate(self, taken: int) -> Evaluation:
         settings = self._settings

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tinker
-
 from fovea.wire.errors import InvalidInput
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
 from fovea_rollout.loop.run_state import RunState
 from fovea_rollout.loop.step_report import StepReport

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-import tinker
-
 from fovea.wire.errors import InvalidInput
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.advantages import Estimator
 from fovea_rollout.policies.policy import Settings
 from fovea_rollout.rollout import RolloutSettings

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environments.environment import Environment
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.learning_rate import REINFORCING_RATE, learning_rate_of
 from fovea_rollout.loop.loop_progress import WarmUpProgress
 from fovea_rollout.loop.training_batch import training_datums

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
-import tinker
-from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
-
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.policies.policy import Portion
 
-Span = PromptProvenanceSpan | SampledProvenanceSpan
+Span: TypeAlias = "tinker.types.PromptProvenanceSpan | tinker.types.SampledProvenanceSpan"
 
 
 def with_provenance(
@@ -29,8 +28,12 @@ def with_provenance(
     place = read = 0
     for index, length in enumerate(lengths):
         if portions := sampled.get(index):
-            spans.append(PromptProvenanceSpan(sequence_id=portions[0].sequence_id, offset=read, length=place - read))
-            spans += [SampledProvenanceSpan(sequence_id=one.sequence_id, length=one.count) for one in portions]
+            spans.append(
+                tinker.types.PromptProvenanceSpan(sequence_id=portions[0].sequence_id, offset=read, length=place - read)
+            )
+            spans += [
+                tinker.types.SampledProvenanceSpan(sequence_id=one.sequence_id, length=one.count) for one in portions
+            ]
             read = place + length
         place += length
     spans = _without_empty(spans)

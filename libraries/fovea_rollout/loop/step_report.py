@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import tinker
 
 from fovea_rollout.evaluation import Evaluation
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.advantages import groups_with_signal
 from fovea_rollout.loop.training_batch import Groups, TrainingBatch, TrainingDatum, rewards_of
 from fovea_rollout.policies.policy import Policy

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-import tinker
-from tinker.types import LossFnType, RequestErrorCategory
-
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.training_batch import TrainingBatch
 
-Outputs = list[tuple[TrainingBatch, tinker.ForwardBackwardOutput]]
+Outputs: TypeAlias = "list[tuple[TrainingBatch, tinker.ForwardBackwardOutput]]"
 
 _TRIED_AT_ONCE = 8
 """Number of concurrent single-datum requests, which must stay below a server's limit of pending requests."""
@@ -31,7 +30,7 @@ class Substeps:
     """
 
     client: tinker.TrainingClient
-    loss: LossFnType
+    loss: tinker.types.LossFnType
     loss_config: Mapping[str, float]
     adam: tinker.AdamParams
 
@@ -114,5 +113,5 @@ class Substeps:
 def is_refusal(error: Exception) -> bool:
     """Returns whether the server rejected a request because of its content, so that other requests can succeed."""
     if isinstance(error, tinker.RequestFailedError):
-        return error.category is RequestErrorCategory.User
+        return error.category is tinker.types.RequestErrorCategory.User
     return isinstance(error, tinker.APIStatusError) and error.status_code in _REFUSED

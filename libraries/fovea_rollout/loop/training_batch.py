@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-import tinker
-from tinker.types import ImageChunk
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.loop.advantages import ESTIMATORS, Estimator, Rewards, groups_with_signal
 from fovea_rollout.loop.kl_penalty import base_logprobs, kl_penalty
 from fovea_rollout.loop.provenance import with_provenance
@@ -79,7 +78,7 @@ async def training_datums(
 
 async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats], policy: Policy) -> TrainingDatum:
     turn_of = dict(zip(segment.sampled, segment.turns, strict=True))
-    chunks: list[tinker.EncodedTextChunk | ImageChunk] = []
+    chunks: list[tinker.EncodedTextChunk | tinker.types.ImageChunk] = []
     columns: dict[str, list[npt.NDArray]] = {name: [] for name in (*_DTYPES, "mask", "versions")}
     for index, chunk in enumerate(segment.chunks[: max(turn_of) + 1]):
         chunks.append(await model_input_chunk(chunk, policy))
@@ -136,11 +135,13 @@ def _experts(samples: Sequence[Sampled]) -> npt.NDArray[np.int64] | None:
     return np.pad(given, ((0, 0), (0, -given.shape[1] % 8))).view(np.int64)
 
 
-async def model_input_chunk(chunk: Chunk, policy: Policy) -> tinker.EncodedTextChunk | ImageChunk:
+async def model_input_chunk(chunk: Chunk, policy: Policy) -> tinker.EncodedTextChunk | tinker.types.ImageChunk:
     """Converts a chunk for the SDK. A picture gets its number of tokens, so that the SDK knows its length."""
     if isinstance(chunk, Tokens):
         return tinker.EncodedTextChunk(tokens=list(chunk.ids))
-    return ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=await policy.token_count(chunk))
+    return tinker.types.ImageChunk(
+        data=chunk.data, format=chunk.format, expected_tokens=await policy.token_count(chunk)
+    )
 
 
 def _row(value: npt.ArrayLike, length: int, turn: int) -> Floats:

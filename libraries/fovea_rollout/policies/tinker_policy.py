@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from weakref import WeakSet
 
-import tinker
-from tinker.types import ImageChunk
-
+from fovea_rollout.late_sdk import tinker
 from fovea_rollout.messages import Picture
 from fovea_rollout.policies.async_cache import AsyncCache
 from fovea_rollout.policies.experts_client import ExpertSource
@@ -133,7 +131,7 @@ class WeightPublisher:
         return policy
 
 
-def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | ImageChunk:
+def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | tinker.types.ImageChunk:
     if isinstance(chunk, Tokens):
         return tinker.EncodedTextChunk(tokens=list(chunk.ids))
-    return ImageChunk(data=chunk.data, format=chunk.format)
+    return tinker.types.ImageChunk(data=chunk.data, format=chunk.format)

@@ -252,7 +252,7 @@ async def test_the_live_page_knows_a_run_by_its_folder_with_its_held_out_figures
 
                 await eventually(has_steps)
                 known = set((await http.get(place)).json()["curves"])
-                assert {"learning_rate", "held_out_loss", "accuracy"} <= known
+                assert {"learning_rate", "held_out_loss", "accuracy", "kept_step"} <= known
 
 
 async def test_the_live_page_has_the_answers_to_held_out_rows_by_label(stand: Stand, tmp_path: pathlib.Path) -> None:
@@ -261,8 +261,12 @@ async def test_the_live_page_has_the_answers_to_held_out_rows_by_label(stand: St
     async with stand.http() as http:
         (run,) = (await http.get("training_runs")).json()["training_runs"]
         found = (await http.get(f"live/curves/{run['training_run_id']}")).json()["answers"]
+        groups = (await http.get(f"live/samples?source={run['training_run_id']}")).json()["groups"]
     assert (found["step"], found["labels"]) == (2, ["no", "yes"])
     assert [sum(row) for row in found["counts"]] == [1, 3]
+    drawn = [one for group in groups for one in group["drawn"]]
+    assert [(one["held_out"], one["reward"] in (0.0, 1.0)) for one in drawn] == [(True, True)] * 4
+    assert {group["truth"] for group in groups} <= {"yes", "no"}
 
 
 def test_without_a_server_it_is_told_at_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

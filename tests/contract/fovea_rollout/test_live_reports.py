@@ -66,6 +66,36 @@ async def test_rewards_kl_and_right_answers_arrive_beside_their_samples(stand: S
     assert (group["truth"], group["drawn"][0]["reward"]) == ("seven", 1.0)
 
 
+async def test_held_out_samples_arrive_as_such_with_reward_right_answer_and_the_loops_step(
+    stand: Stand, rest: Rest
+) -> None:
+    model_id = await rest.create_model()
+    sampling_id = await rest.snapshot(model_id, 1)
+    ids = [(await rest.sample(sampling_id, number)).json()["request_id"] for number in range(2)]
+    for sample in ids:
+        await rest.result(sample)
+    held_out = Evaluation(0.75, {}, (), (played("held-out-0/0", f"{ids[1]}:0", 0.75),))
+    told = replace(report(played("group-0/0", f"{ids[0]}:0", 1.0), kl=0.25), step=8, evaluation=held_out)
+    await LiveReports(stand.url, KEY, model_id).send(told, {"held-out-0/0": "eight"})
+    (group,) = (await rest.http.get("live/samples", params={"source": model_id})).json()["groups"]
+    assert [(one["reward"], one["held_out"]) for one in group["drawn"]] == [(1.0, False), (0.75, True)]
+    assert group["truth"] == "eight"
+    found = (await rest.http.get(f"live/curves/{model_id}")).json()
+    assert found["curves"]["loop_step"]["mean"] == [9.0]
+    assert sum(map(sum, found["rewards"]["counts"])) == 1, "the histogram is of the trained rollouts"
+
+
+async def test_more_samples_than_one_report_may_have_all_arrive(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+    sampling_id = await rest.snapshot(model_id, 1)
+    sample = (await rest.sample(sampling_id, 0)).json()["request_id"]
+    await rest.result(sample)
+    others = [played(f"group-0/{number}", f"s:{number}", 0.0) for number in range(1100)]
+    await LiveReports(stand.url, KEY, model_id).send(report(*others, played("a", f"{sample}:0", 1.0)), {})
+    (group,) = (await rest.http.get("live/samples", params={"source": model_id})).json()["groups"]
+    assert group["drawn"][0]["reward"] == 1.0
+
+
 async def test_the_distance_of_the_base_model_is_reported_if_known(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await LiveReports(f"{stand.url}/", KEY, model_id).send(report(kl=0.25), {})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fovea.runtime.hosts import free_ports
 from fovea.wire.errors import InvalidInput
 from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.live import alerts
@@ -145,6 +146,21 @@ async def test_a_trainer_or_renderer_that_is_gone_begins_an_alert(
     await eventually(lambda: receiver.events(f"{service}_gone") == ["begin"])
     await getattr(stand, service).start()
     await eventually(lambda: receiver.events(f"{service}_gone") == ["begin", "end"])
+
+
+async def test_a_service_that_never_answered_begins_an_alert_with_the_reason(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fovea_gateway.fronts.components.START_S", 1.0)
+    monkeypatch.setattr("fovea_gateway.replicas.replicas._STARTING_S", 0.0)
+    stand = Stand(tmp_path)
+    (port,) = free_ports(1)
+    dead = f"127.0.0.1:{port}"
+    async with running(stand, alerts_webhook=receiver.url, alerts_disk_share=0.0, sampler=[dead]):
+        await eventually(lambda: receiver.events("sampler_gone") == ["begin"])
+        shown = await _until(stand, await _key(stand, "root", Scope.ADMIN), lambda section: bool(section["open"]))
+    (alert,) = shown["open"]
+    assert f"at {dead} has never answered: failed to connect" in alert["message"]
 
 
 async def test_alerts_of_a_model_are_its_owners(stand: Stand, receiver: Receiver) -> None:

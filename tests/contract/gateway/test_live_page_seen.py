@@ -78,8 +78,29 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
         await see(browser.wait, "return document.querySelectorAll('#run .curve[data-held-out=\"1\"]').length === 1")
         await see(browser.wait, "return document.querySelectorAll('#run .curve[data-resumed=\"8\"]').length >= 3")
         assert await see(browser.run, _TITLES) == ["Loss, sum of the step", "Held-out accuracy", "Learning rate"]
+        # A loop has several optimizer steps in one of its own; a fine-tuning names the checkpoint that it keeps.
+        await rest.ok("live/reports", model_id=resumed, metrics={"loop_step": 3, "kept_step": 11})
+        for number, name in enumerate(("step-10", "step-11")):
+            kept = {"model_id": resumed, "seq_id": 8 + number, "path": name}
+            await rest.result((await rest.ok("save_weights_for_sampler", **kept))["request_id"])
+        await see(browser.wait_text, "#run", "3\nsteps of the loop", "11\noptimizer steps")
+        await see(browser.wait_text, f"#models button[title='{resumed}']", "step 11 · loop 3")
+        await see(browser.wait_text, "#checkpoints", "step-10", "step-11")
+        best = "return [...document.querySelectorAll('#checkpoints .best')].map((one) => one.parentElement.innerText)"
+        (marked,) = await see(browser.run, best)
+        assert marked.startswith("step-11best")
+        hover = (
+            "const over = document.querySelector('#run .u-over'), box = over.getBoundingClientRect();"
+            "const at = {bubbles: true, clientX: box.right - 1, clientY: box.top + 9};"
+            "over.dispatchEvent(new PointerEvent('pointermove', at));"
+            "return document.querySelector('#tip').innerText.includes(\"step 11, loop's step 3\")"
+        )
+        await see(browser.wait, hover)
+        leave = "document.querySelector('#run .u-over').dispatchEvent(new PointerEvent('pointerleave'))"
+        await see(browser.run, leave)
+        assert await see(browser.run, _TITLES) == ["Loss, sum of the step", "Held-out accuracy", "Learning rate"]
         if PICTURES:
-            await see(browser.pictures, Path(PICTURES), "contract", 1500)
+            await see(browser.pictures, Path(PICTURES), "contract", 2400)
         await see(browser.show, 390, True)
         assert await see(browser.too_wide, ".scroll, .models") == []
         await see(browser.show, 1280, False)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,8 +11,8 @@ import grpc
 import pytest
 
 from fovea.api.v1 import admin_pb2, admin_pb2_grpc, gateway_pb2_grpc
-from fovea_gateway.access.api_keys import Scope
-from fovea_gateway.access.owners import Owner
+from fovea_gateway.access.api_keys import PUBLISHED, Scope, hash_key, nameless
+from fovea_gateway.access.owners import Owner, Usage, Used, add_usage
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest, text_datum
 from tests.contract.gateway.test_tenants import base_session, keyed, sample_request
@@ -77,6 +78,32 @@ async def test_a_mistyped_owner_is_refused_with_the_name_that_was_meant(stand: S
     await command(stand, "owners", "set", "dora", "--max-models", "1", "--create")
     await command(stand, "owners", "set", "dora", "--max-models", "2")
     assert "dora   1       2" in await command(stand, "owners", "list")
+
+
+async def test_the_published_key_is_found_by_the_name_that_fovea_up_prints(stand: Stand, keys: Keys) -> None:
+    assert stand.gateway is not None
+    used = [Used(nameless(hash_key(PUBLISHED)), "k", Usage(trained_tokens=24, gpu_seconds=463.7054889))]
+    await stand.gateway.components.database.write(lambda connection: add_usage(connection, used, time.time()))
+    for words in ((), ("--owner", PUBLISHED)):
+        row = (await command(stand, "usage", *words)).splitlines()[1].split()
+        assert (row[1], row[3], row[-1]) == (PUBLISHED, "24", "463.7")
+    await command(stand, "owners", "set", PUBLISHED, "--max-models", "2")
+    assert f"{PUBLISHED}  1       2" in await command(stand, "owners", "list")
+    refused = await command(stand, "owners", "set", PUBLISHED, "--max-models", "-3", code=1)
+    assert "max_models is -3; it must be 0 (the gateway's default limit) or more" in refused
+
+
+async def test_work_on_the_cpu_is_no_usage_of_gpus(stand: Stand, keys: Keys) -> None:
+    stand.trainer.devices = {"memory_used_bytes": 60, "memory_total_bytes": 80, "memory_kind": "host"}
+    await stand.stop()
+    await stand.start()
+    async with stand.http(keys.alice) as http:
+        client = Rest(http)
+        await client.open_session()
+        answer = await client.forward_backward(await client.create_model(), 1, data=[text_datum(5)])
+        assert "metrics" in await client.result(answer.json()["request_id"])
+        rows = (await http.get("usage")).json()["usage"]
+    assert [(row["trained_tokens"], row["gpu_seconds"]) for row in rows] == [(5, 0)]
 
 
 async def command(stand: Stand, *arguments: str, code: int = 0) -> str:

@@ -53,7 +53,8 @@ async def _play(rest: Rest, steps: int) -> str:
                 given = types.ModelInput(chunks=[*chunks, types.EncodedTextChunk(tokens=tokens)])
                 data.append(datum(sequence["tokens"], given))
                 reward = float(chance.random() < 0.2 + 0.6 * number / steps) + 0.2 * index
-                judged.append({"sequence_id": f"{sample}:{index}", "reward": reward, "truth": f"bird {place}"})
+                told = {"sequence_id": f"{sample}:{index}", "reward": reward, "truth": f"bird {place}"}
+                judged.append(told | {"held_out": place == 0})
 
         async def is_kept(at: int = number - 1) -> bool:
             groups = await groups_of(rest.http, model_id, step=at)
@@ -75,7 +76,7 @@ async def test_samples_are_searched_and_enlarged_and_show_the_trainers_values(tm
         await _play(Rest(http), 24 if PICTURES else 4)
         await see(browser.show, 1280, False)
         await see(browser.open, f"{stand.url}/")
-        await see(browser.wait_text, "#samples", "reward", "right answer: bird 1")
+        await see(browser.wait_text, "#samples", "held out, reward", "right answer: bird 1")
         await see(browser.wait, "return document.querySelectorAll('#rewards-chart .cell').length >= 4")
         marks = "return [...document.querySelectorAll('#rewards-chart .reward-mark')].map((mark) => mark.textContent)"
         assert await see(browser.run, marks) == ["0", "0.5", "1"]

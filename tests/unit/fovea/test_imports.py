@@ -16,8 +16,9 @@ ROLLOUT = [
     "fovea_rollout.templates.template",
     "fovea_rollout.policies.grpc_policy",
     "fovea_rollout.loop.loggers",
+    "fovea_rollout.loop.loop",
 ]
-DATA = ["fovea_data.dataset", "fovea_data.pictures"]
+DATA = ["fovea_data.dataset", "fovea_data.fine_tuning"]
 PROGRAMS = sorted({program.module for program in main.PROGRAMS.values()})
 """Programs behind `fovea` refuse a wrong argument before they import a heavy module."""
 MODULES = ["fovea.cli.main", "fovea.client", "fovea.vision", "fovea.runtime.server", *ROLLOUT, *DATA]

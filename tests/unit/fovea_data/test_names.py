@@ -15,13 +15,13 @@ NAMES = sorted(fovea_data._MODULE_OF)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_name_is_its_modules_own(name: str) -> None:
-    module = importlib.import_module(f"fovea_data.{fovea_data._MODULE_OF[name]}")
+    module = importlib.import_module(fovea_data._MODULE_OF[name])
     assert getattr(fovea_data, name) is vars(module)[name]
 
 
 def test_type_checkers_see_the_same_names() -> None:
     seen = re.findall(r"from (\S+) import (\S+) as \2\n", Path(fovea_data.__file__).read_text())
-    assert sorted(seen) == sorted((f"fovea_data.{fovea_data._MODULE_OF[name]}", name) for name in NAMES)
+    assert sorted(seen) == sorted((fovea_data._MODULE_OF[name], name) for name in NAMES)
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from fovea_data.fine_tune_progress import FineTuneProgress
+from fovea_data.model_export import _Bars
 from fovea_rollout import progress
 from fovea_rollout.evaluation import Evaluation
 from fovea_rollout.loop.loop_progress import LoopProgress
@@ -55,6 +56,15 @@ def test_a_short_run_without_a_terminal_is_silent(capsys: pytest.CaptureFixture[
     with LoopProgress(2, 2, None) as shown:
         shown.count_rollout(rollout())
     assert capsys.readouterr().err == ""
+
+
+def test_an_export_without_a_terminal_tells_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    with _Bars(None) as bars:
+        update = bars.of("download")
+        for done in range(0, 2_000_001, 10_000):
+            update(done, 2_000_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["download ...", *(f"download {10 * tenth} % of 2.0 MB" for tenth in range(1, 11))]
 
 
 def test_the_first_failure_of_a_run_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import { Refused, get } from "./stream.js";
 import { MOST_RUNS, change, onChange, view } from "./view.js";
 
 const POINTS = 300, PACE_MS = 1000;
-let page = null;  // what main.js supplies: models, nameOf, titles, pairs, tip, showFound, refused
+let page = null;  // what main.js supplies: models, nameOf, titles, pairs, hidden, loopStep, tip, showFound, refused
 const fetched = new Map();  // by run: {query, model, found}
 const slots = new Map();  // by run: the number of its colour
 const figures = new Map();  // by metric
@@ -47,7 +47,7 @@ function slotOf(id, shown) {
 }
 
 const mainNames = () => page.pairs.flat(2);
-const furtherNames = (shown) => [...new Set(shown.flatMap((id) => Object.keys(page.models.get(id).last)))].filter((name) => !mainNames().includes(name));
+const furtherNames = (shown) => [...new Set(shown.flatMap((id) => Object.keys(page.models.get(id).last)))].filter((name) => !mainNames().includes(name) && !page.hidden.includes(name));
 
 function queryOf() {
   const query = new URLSearchParams({ points: POINTS });
@@ -55,7 +55,7 @@ function queryOf() {
     const margin = Math.ceil(0.02 * (view.zoom[1] - view.zoom[0]));
     query.set("first", Math.max(0, Math.floor(view.zoom[0]) - margin)); query.set("last", Math.ceil(view.zoom[1]) + margin);
   }
-  if (!view.more) for (const name of mainNames()) query.append("name", name);
+  if (!view.more) for (const name of [...mainNames(), page.loopStep]) query.append("name", name);
   return query.toString();
 }
 
@@ -98,7 +98,7 @@ function charts(shown) {
   const has = (id, name) => fetched.get(id)?.found.curves[name]?.step.length > 0;
   const line = (id, name, isHeldOut) => ({
     id, name, isHeldOut, run: page.nameOf(page.models.get(id)), slot: slotOf(id, shown), curve: fetched.get(id).found.curves[name],
-    latest: page.models.get(id).last[name] ?? fetched.get(id).found.curves[name].mean.at(-1), resumed: page.models.get(id).resumed?.step ?? null,
+    latest: page.models.get(id).last[name] ?? fetched.get(id).found.curves[name].mean.at(-1), resumed: page.models.get(id).resumed?.step ?? null, loop: fetched.get(id).found.curves[page.loopStep] ?? null,
   });
   const chart = (names, others) => {
     const name = shown.map((id) => names.find((one) => has(id, one))).find(Boolean) ?? null;

@@ -22,6 +22,9 @@ const TITLES = { loss_per_token: "Loss per token", loss_sum: "Loss, sum of the s
 const FIRST = [[["loss_per_token", "loss_sum"], ["held_out_loss", "forward_loss_per_token", "forward_loss_sum"]],
   [["reward"], ["held_out_reward"]], [["accuracy"], []], [["kl"], []], [["learning_rate"], []]];
 
+// Reports carry the loop's own step, which may have several optimizer steps, and the step of the checkpoint that is kept.
+const LOOP_STEP = "loop_step", KEPT_STEP = "kept_step";
+
 const models = new Map(), items = new Map();
 let order = [], selected = view.run;
 let pending = {}, drawing = false, stop = null, samplesTold = null;
@@ -51,15 +54,16 @@ const nameOfId = (id) => (models.has(id) ? nameOf(models.get(id)) : id.startsWit
 const runOf = (path) => path.replace("tinker://", "").split("/")[0];
 const stateOf = (model) => (isDead ? "unknown" : model.state);
 const nameOfSource = (one) => nameOfId(one.source) + (isAdmin() ? ` · ${ownerName(one.owner)}` : "");
-setNames(nameOfId);
+setNames(nameOfId, (id) => models.get(id)?.last[KEPT_STEP]);
 setTip(tip);
 beginRewards(tip);
-const mainMetric = (model) => model.spark.name || Object.keys(model.last)[0];
+const mainMetric = (model) => model.spark.name || Object.keys(model.last).find((name) => name !== LOOP_STEP && name !== KEPT_STEP);
+const loopStep = (model) => (LOOP_STEP in model.last ? Math.round(model.last[LOOP_STEP]) : null);
 const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down", lost: "down" };
 
 function item(model) {
   const metric = mainMetric(model);
-  const what = [model.step ? `step ${count(model.step)}` : "no step yet", model.resumed ? `resumed at ${count(model.resumed.step)}` : null, metric ? words(metric) : null, isAdmin() ? ownerName(model.owner) : null].filter(Boolean).join(" · ");
+  const what = [model.step ? `step ${count(model.step)}${loopStep(model) ? ` · loop ${count(loopStep(model))}` : ""}` : "no step yet", model.resumed ? `resumed at ${count(model.resumed.step)}` : null, metric ? words(metric) : null, isAdmin() ? ownerName(model.owner) : null].filter(Boolean).join(" · ");
   const button = make("button", { type: "button", "aria-current": model.id === selected, title: model.id, onclick: () => select(model.id) },
     make("span", { class: `dot ${stateDot[model.state] ?? ""}`, title: stateOf(model) }), make("span", { class: "name" }, nameOf(model)),
     make("span", { class: "value number" }, metric ? short(model.last[metric]) : ""), make("span", { class: "what" }, what), spark(model.spark.values));
@@ -164,7 +168,7 @@ function showRun() {
     make("span", { class: "id mono" }, model.id)), make("p", { class: "note head-note" }, facts.filter(Boolean).join(" · "), model.state_reason ? ` · ${model.state_reason}` : "")];
   const metadata = Object.entries(model.metadata).filter(([, value]) => value !== nameOf(model));
   if (metadata.length) head.push(make("p", { class: "note" }, metadata.map(([name, value]) => `${name} ${value}`).join(" · ")));
-  const figures = make("div", { class: "figures" }, figure(count(model.step), "steps"),
+  const figures = make("div", { class: "figures" }, loopStep(model) ? figure(count(loopStep(model)), "steps of the loop") : null, figure(count(model.step), loopStep(model) ? "optimizer steps" : "steps"),
     ...FIRST.flatMap((groups) => groups.map((names) => names.find((name) => name in model.last))).filter(Boolean).map((name) => figure(short(model.last[name]), TITLES[name])),
     figure(count(model.unfinished), "requests unfinished"));
   swap(run, head, figures);
@@ -302,7 +306,7 @@ function relabel(ids) {
   if (models.size) showRun();
 }
 startLabels(relabel);
-startCharts({ models, nameOf, titles: TITLES, pairs: FIRST, tip, refused: askKey, showFound: ({ rewards, answers }) => { showRewards(rewards); showAnswers(answers); } });
+startCharts({ models, nameOf, titles: TITLES, pairs: FIRST, hidden: [LOOP_STEP, KEPT_STEP], loopStep: LOOP_STEP, tip, refused: askKey, showFound: ({ rewards, answers }) => { showRewards(rewards); showAnswers(answers); } });
 let searched = view.search;
 onChange(() => {
   if (view.run !== selected && models.has(view.run)) select(view.run);

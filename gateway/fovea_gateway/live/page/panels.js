@@ -4,11 +4,11 @@ import { get, hasPublishedKey, remove } from "./stream.js";
 const words = (name) => name.replaceAll("_", " ");
 const empty = (...children) => make("p", { class: "empty" }, ...children);
 let caller = { owner: "", scope: "read" };
-let usageAt = 0, nameOfId = (id) => id;
+let usageAt = 0, nameOfId = (id) => id, keptStepOf = () => undefined;
 const confirming = new Set();  // paths of checkpoints for which "Delete" has been clicked
 
 export function setCaller(told) { caller = told; }
-export function setNames(name) { nameOfId = name; }
+export function setNames(name, keptStep) { nameOfId = name; keptStepOf = keptStep; }
 export const nameOf = (id) => nameOfId(id);
 // The settings may give a key without an owner; its owner's name is then made of the key's hash.
 export function ownerName(owner) {
@@ -47,6 +47,7 @@ function memory(found) {
 
 function service(name, one, share, figure, facts) {
   const [dot, said] = one.up ? ["up", figure] : one.starting ? ["wait", "starting"] : ["down", "does not answer"];
+  if (!one.up && one.reason) facts = [...facts, one.reason];
   return make("div", { class: "row" }, make("span", { class: `dot ${dot}` }), make("span", {}, name),
     share === null ? make("span") : meter(share, `${name} at work`), make("span", { class: "number" }, said),
     make("span", { class: "facts" }, facts.filter(Boolean).join(" · ")));
@@ -131,9 +132,9 @@ function showCheckpoints({ checkpoints, cursor }) {
   const mayChange = ["train", "admin"].includes(caller.scope);
   const rows = checkpoints.map((one) => {
     const { run, name } = path(one), place = make("div", { class: "links" }), own = !one.owner || one.owner === caller.owner;
-    const line = resume[one.checkpoint_type]?.(one);
+    const line = resume[one.checkpoint_type]?.(one), isBest = one.checkpoint_type === "sampler" && name === `step-${keptStepOf(run)}`;
     return make("tr", { "data-path": one.tinker_path },
-      make("td", { class: "long" }, make("b", {}, name), make("br"), make("span", { class: "soft" }, nameOfId(run), one.owner ? ` · ${ownerName(one.owner)}` : "", one.public ? " · public" : ""), place),
+      make("td", { class: "long" }, make("b", {}, name), isBest ? make("span", { class: "state ready best", title: "the lowest held-out loss: fine_tune keeps these weights" }, "best") : null, make("br"), make("span", { class: "soft" }, nameOfId(run), one.owner ? ` · ${ownerName(one.owner)}` : "", one.public ? " · public" : ""), place),
       make("td", {}, one.checkpoint_type === "external" ? "export" : one.checkpoint_type),
       make("td", { class: "number nowrap" }, one.size_bytes ? bytes(one.size_bytes) : "–"),
       make("td", { class: "nowrap number hide-small" }, new Date(one.time).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }),
@@ -172,6 +173,6 @@ function showUsage(found, names) {
     make("td", { class: "number" }, short(row.gpu_seconds)),
     price ? make("td", { class: "number" }, `$${(row.gpu_seconds / 3600 * price).toFixed(2)}`) : null));
   const stored = Object.values(found.stored_bytes).reduce((total, size) => total + size, 0);
-  $("usage").replaceChildren(table([["Key"], ["Trained", "number"], ["Prompts", "number"], ["Sampled", "number"], ["Device s", "number"], ...(price ? [["Cost", "number"]] : [])], rows),
-    make("p", { class: "note" }, `Tokens, and seconds of trainer and samplers. Checkpoints take ${bytes(stored)}.`));
+  $("usage").replaceChildren(table([["Key"], ["Trained", "number"], ["Prompts", "number"], ["Sampled", "number"], ["GPU s", "number"], ...(price ? [["Cost", "number"]] : [])], rows),
+    make("p", { class: "note" }, `Tokens, and seconds of trainer and samplers on GPUs. Checkpoints take ${bytes(stored)}.`));
 }

@@ -155,6 +155,12 @@ function drawBehind(plot, one, isAlone) {
   context.restore();
 }
 
+// The step of the loop that took an optimizer step: the first one that was reported at it or later.
+function loopStepAt(loop, wanted) {
+  const at = loop ? loop.step.findIndex((step) => step >= Math.round(wanted)) : -1;
+  return at < 0 ? null : loop.mean[at];
+}
+
 function hover(plot, one, event) {
   const wanted = plot.posToVal(event.clientX - plot.over.getBoundingClientRect().left, "x");
   const rows = one.drawn.map((line) => {
@@ -162,7 +168,7 @@ function hover(plot, one, event) {
     return { line, step: step[near], text: short(line.values[near] ?? value, 5), range: low ? `${short(low[near], 4)} to ${short(high[near], 4)}` : "" };
   });
   const isAlone = new Set(one.drawn.map((line) => line.id)).size === 1, name = (line) => (isAlone ? (line.isHeldOut ? "held out" : "") : `${line.run}${line.isHeldOut ? ", held out" : ""}`);
-  const shown = (step) => Math.round(step).toLocaleString("en");
-  one.options.tip(event, [`step ${shown(Math.max(0, wanted))}`, ...rows.map((row) => make("span", { class: "tip-row" }, make("i", { class: `swatch run-${row.line.slot}` }), `${name(row.line)} `,
+  const shown = (step) => Math.round(step).toLocaleString("en"), loop = loopStepAt(one.drawn[0].loop, wanted);
+  one.options.tip(event, [`step ${shown(Math.max(0, wanted))}${loop ? `, loop's step ${shown(loop)}` : ""}`, ...rows.map((row) => make("span", { class: "tip-row" }, make("i", { class: `swatch run-${row.line.slot}` }), `${name(row.line)} `,
     make("b", {}, row.text), Math.abs(row.step - wanted) > 0.02 * (one.span[1] - one.span[0]) ? ` at step ${shown(row.step)}` : "", row.range && isAlone ? ` (${row.range})` : ""))]);
 }

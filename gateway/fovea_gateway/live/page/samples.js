@@ -114,9 +114,10 @@ function sequence(one) {
   const tokens = one.ids.map((id, at) => token(id, one.texts?.[at], one.logprobs[at], one.trained[at]));
   const sum = one.logprobs.reduce((total, value) => total + (value ?? 0), 0);
   const words = [one.is_cut ? `${count(one.ids.length)}+ tokens` : many(one.ids.length, "token"), one.stop === "length" ? "cut by max_tokens" : null].filter(Boolean).join(", ");
+  const told = [one.held_out ? "held out" : null, one.reward !== null ? `reward ${short(one.reward)}` : null].filter(Boolean).join(", ");
   return make("div", { class: "one" },
     make("div", {}, make("div", { class: one.texts ? "tokens" : "tokens ids" }, tokens), one.trained.length ? strip(one) : null),
-    make("div", { class: "figures-small" }, one.reward !== null ? make("b", {}, `reward ${short(one.reward)}`) : null, words, make("br"), `log p ${short(sum)}`));
+    make("div", { class: "figures-small" }, told ? make("b", {}, told) : null, words, make("br"), `log p ${short(sum)}`));
 }
 
 function render(found) {

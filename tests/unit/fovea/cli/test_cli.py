@@ -157,6 +157,9 @@ def test_commands_in_another_folder_find_the_running_fovea(
         assert os.environ.pop("FOVEA_GATEWAY_STATE_DIR") == str(there)
         with pytest.raises(typer.Exit):
             name_database(lambda: [there, elsewhere])
+        said = capsys.readouterr().err.replace("\n", "")
+        assert f"there is no database in {DEFAULT_STATE_DIR.resolve()}" in said
+        assert "or name another folder" in said
         DEFAULT_STATE_DIR.mkdir()
         assert folder_in_use(DEFAULT_STATE_DIR, lambda: [there]) == DEFAULT_STATE_DIR
     finally:

@@ -1,11 +1,13 @@
 """The single writer."""
 
 import asyncio
+import threading
 
 import pytest
 import sqlalchemy as sa
 
 from fovea.wire.errors import Unavailable
+from fovea_gateway.database import database as database_module
 from fovea_gateway.database import schema
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.sql_engine import insert_new
@@ -35,6 +37,25 @@ async def test_readers_and_hundreds_of_writers_never_lock_each_other_out(databas
     reads = [database.read(lambda c: c.execute(counting).scalar()) for _ in range(100)]
     await asyncio.gather(*(database.write(keep(f"o{i}")) for i in range(500)), *reads)  # type: ignore[arg-type]
     assert await database.read(lambda c: c.execute(counting).scalar()) == 500
+    await database.close()
+
+
+async def test_a_change_that_is_of_no_use_later_has_no_effect_once_the_database_is_back(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "SOON_S", 0.2)
+    monkeypatch.setattr(database_module, "_COMMIT_S", 0.1)
+    database = Database(database_url)
+    await database.open()
+    began, back = threading.Event(), threading.Event()
+    waiting = asyncio.create_task(database.write(lambda connection: began.set() or back.wait(30)))
+    assert await asyncio.to_thread(began.wait, 30)
+    with pytest.raises(Unavailable, match="has not answered for 0 s, so nothing is changed"):
+        await database.write_soon(keep("a"))  # type: ignore[arg-type]
+    back.set()
+    assert await waiting
+    await database.write_soon(keep("b"))  # type: ignore[arg-type]
+    assert await database.read(lambda c: list(c.scalars(sa.select(schema.published.c.path)))) == ["b"]
     await database.close()
 
 

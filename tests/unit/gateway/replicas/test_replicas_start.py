@@ -25,4 +25,8 @@ async def test_a_start_is_waited_for_in_one_line_and_a_longer_one_logs_its_error
     (late,) = caplog.records[1:]
     assert late.levelname == "WARNING"
     assert late.getMessage().startswith(f"renderer 127.0.0.1:{port} is not used: failed to connect")
+    assert renderer.reason.startswith("failed to connect")
+    monkeypatch.setattr(replicas, "_REPEAT_S", 0.0)
+    await renderer.refresh()
+    assert [record.getMessage() for record in caplog.records[2:]] == [late.getMessage()], "it is repeated"
     await renderer.client.close()
