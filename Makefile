@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The packages: cpu, or gpu after `make setup LOCK=gpu`.
-LOCK ?= $(if $(wildcard $(VENV)/ready-gpu),gpu,cpu)
-READY := $(VENV)/ready$(if $(filter gpu,$(LOCK)),-gpu)
+# The packages: cpu, or gpu after `make setup LOCK=gpu`, or gpu-0.33 after `make setup LOCK=gpu-0.33`.
+LOCK ?= $(or $(patsubst $(VENV)/ready-%,%,$(firstword $(wildcard $(VENV)/ready-*))),cpu)
+READY := $(VENV)/ready$(addprefix -,$(filter-out cpu,$(LOCK)))
 # Two processes, with tests divided by tests/lanes.py. Each runs its own Fovea, which needs about 4 GB.
 LANES := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 # Bytecode is compiled at installation. Without it, every process of the platform starts three times slower.
@@ -23,7 +23,7 @@ SOURCES := $(CURDIR):$(CURDIR)/client:$(CURDIR)/gateway:$(CURDIR)/services/rende
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-setup: $(READY) ## Install all dependencies into .venv, pinned and hash-checked (LOCK=gpu: for GPUs)
+setup: $(READY) ## Install all dependencies into .venv, pinned and hash-checked (LOCK=gpu: for GPUs; LOCK=gpu-0.33: with vLLM 0.33)
 
 $(READY): requirements/$(LOCK).txt requirements/uv.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Fovea needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make setup PYTHON=python3.11")'
@@ -33,7 +33,7 @@ $(READY): requirements/$(LOCK).txt requirements/uv.txt pyproject.toml
 	@echo "setup: downloading, installing and compiling $$(grep -c '^[^ #].*==' requirements/$(LOCK).txt) packages; about 2 minutes the first time"
 	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync $$([ -t 2 ] || echo --quiet) --require-hashes --compile-bytecode requirements/$(LOCK).txt
 	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
-	@rm -f $(VENV)/ready $(VENV)/ready-gpu
+	@rm -f $(VENV)/ready $(VENV)/ready-*
 	@touch $@
 	@echo "setup: done; \`. $(VENV)/bin/activate\` puts fovea on the path"
 
@@ -129,9 +129,11 @@ protos: setup ## Regenerate the gRPC stubs, and check v1 for breaking changes ag
 	$(BIN)/buf breaking --against '.git#branch=main'
 
 lock: setup ## Update the pinned packages after a change of pyproject.toml
-	for extra in cpu gpu; do $(BIN)/uv pip compile pyproject.toml --extra $$extra --group dev --python-version 3.11 \
+	for name in cpu gpu gpu-0.33; do \
+		instead=; test ! -f requirements/$$name.in || instead="--no-config --override requirements/$$name.in"; \
+		$(BIN)/uv pip compile pyproject.toml --extra $${name%%-*} $$instead --group dev --python-version 3.11 \
 		--python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-annotate --quiet \
-		--output-file requirements/$$extra.txt || exit 1; done
+		--output-file requirements/$$name.txt || exit 1; done
 	for tool in uv audit; do $(BIN)/uv pip compile requirements/$$tool.in --python-version 3.11 --python-platform \
 		x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet \
 		--output-file requirements/$$tool.txt || exit 1; done

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("cpu", "gpu", "uv")
+LOCKS = ("cpu", "gpu", "gpu-0.33", "uv")
 """Files in requirements/ with packages that reach users; the environments of optional tests do not."""
 VULNERABLE, UNREACHABLE = 1, 3
 _NO_ANSWER = ("ConnectionError", "Max retries exceeded", "Failed to resolve", "Failed to fetch", "Timeout")

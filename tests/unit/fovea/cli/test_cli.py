@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -89,8 +90,11 @@ def test_status_without_a_fovea(tmp_path: pathlib.Path) -> None:
     assert "no Fovea runs" in " ".join(result.output.split())
 
 
-def test_its_version_and_wrong_uses_are_one_line() -> None:
-    assert CliRunner().invoke(app, ["--version"]).output == f"{fovea.__version__}\n"
+def test_versions_and_wrong_uses_take_a_line_each() -> None:
+    own, computing = CliRunner().invoke(app, ["--version"]).output.splitlines()
+    assert own == fovea.__version__
+    assert re.fullmatch(r"vllm(-cpu)? \d\S+, torch \d\S+, transformers \d\S+", computing)
+    assert CliRunner().invoke(app, ["version"]).output == f"{own}\n{computing}\n"
     wrong = ((["nonsense"], "'nonsense'"), (["up", "--port", "x"], "--port"), (["restart"], "'service'"))
     ended = run_copies("fovea.cli.main", *(["fovea.cli.main", *arguments] for arguments, _ in wrong))
     for (_, words), done in zip(wrong, ended, strict=True):
