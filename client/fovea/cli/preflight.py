@@ -37,6 +37,7 @@ _ITS_OWN = {
     "host": "--host",
     "grpc_port": "--grpc-port",
     "ranks": "--ranks",
+    "shared_base": "--shared-base",
     "tensor_parallel": "--sampler-gpus",
     "api_key": "--api-key",
     "api_key_file": "--api-key-file",
@@ -217,7 +218,8 @@ def check_memory(models: Sequence[ServedModel]) -> None:
     """
     trainers = [each for each in models if each.is_trained and not any(each.trainer_gpus) for _ in each.trainer_devices]
     samplers = [each for each in models for devices in each.sampler_devices if not any(devices)]
-    weight_bytes = 4 * sum(each.parameter_count for each in (*trainers, *samplers))
+    copies = [*(each for each in trainers if not each.shared_base), *samplers]
+    weight_bytes = 4 * sum(each.parameter_count for each in copies)
     if not (trainers or samplers):
         return
     need_bytes = weight_bytes + _TRAINER_BYTES * len(trainers) + _SAMPLER_BYTES * len(samplers)

@@ -49,6 +49,7 @@ class ServedModel:
         sampler_count: Number of samplers; 0 for training only.
         trainer_count: Number of trainers. They share the model's recovery data.
         parameter_count: Number of parameters; 0 if unknown until the weights are downloaded.
+        shared_base: Path of the socket through which the trainer uses the sampler's weights; empty if it has a copy.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ServedModel:
     sampler_count: int = 1
     parameter_count: int = 0
     trainer_count: int = 1
+    shared_base: str = ""
 
     @property
     def label(self) -> str:
@@ -128,6 +130,7 @@ class UpOptions:
         settings: Service settings; they override the environment.
         suggestions: Settings of the model's services that apply unless the environment or `settings` contain any of
             them.
+        shares_base: Whether the model's trainer uses the weights of its sampler.
     """
 
     model: str
@@ -150,6 +153,7 @@ class UpOptions:
     trainer_count: int = 1
     settings: tuple[Setting, ...] = ()
     suggestions: tuple[Setting, ...] = ()
+    shares_base: bool = False
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
@@ -163,6 +167,8 @@ class UpOptions:
             self.sampler_count,
             self.parameter_count,
             self.trainer_count,
+            # In the sampler's own folder, which is empty before each of its starts.
+            str(temporary_dir(self.state_dir) / "sampler" / "base") if self.shares_base else "",
         )
         return own, *self.further_models
 
@@ -250,6 +256,7 @@ def _model_specs(
     recovery = given.get("FOVEA_TRAINER_RECOVERY", str(options.state_dir / "recovery"))
     recovery = f"{recovery}{of_model}" if recovery else ""
     transfer = ("--transfer", served.transfer) if served.transfer else ()
+    base = ("--shared-base", served.shared_base) if served.shared_base else ()
     yield _spec(
         options, f"renderer{of_model}", "fovea_renderer", conventions.RENDERER_SERVICE, renderer, next(ports),
         ("--port", str(renderer), *model), environment,
@@ -260,7 +267,7 @@ def _model_specs(
         yield _spec(
             options, f"sampler{number + 1 if number else ''}{of_model}", "fovea_sampler",
             conventions.SAMPLER_SERVICE, sampler, next(ports),
-            ("--port", str(sampler), *model, *to_renderer, *transfer, *split), environment | _visible(devices),
+            ("--port", str(sampler), *model, *to_renderer, *transfer, *split, *base), environment | _visible(devices),
             # vLLM measures the free device memory to size its cache and counts memory that another process allocates
             # meanwhile as its own. Next to a trainer that was loading, it found no memory left and exited.
             starts_after=_before(served, number, of_model),
@@ -270,7 +277,8 @@ def _model_specs(
         trainer = next(ports)
         yield _spec(
             options, f"trainer{number + 1 if number else ''}{of_model}", "fovea_trainer", conventions.TRAINER_SERVICE,
-            trainer, next(ports), ("--port", str(trainer), *model, *to_renderer, "--ranks", str(options.ranks), *kept),
+            trainer, next(ports),
+            ("--port", str(trainer), *model, *to_renderer, "--ranks", str(options.ranks), *kept, *base),
             environment | _visible(devices),
         )  # fmt: skip
 
@@ -279,7 +287,9 @@ def _before(served: ServedModel, number: int, of_model: str) -> str:
     """Returns the service that must be ready before this sampler measures its device; empty if there is none."""
     if number and len(served.sampler_gpus) == 1 and served.sampler_gpus != NO_GPU:
         return f"sampler{number if number > 1 else ''}{of_model}"
-    return f"trainer{of_model}" if served.is_trained and served.shares_memory else ""
+    # With a shared base the trainer waits for the sampler's weights, and the sampler itself then for the trainer.
+    waits = served.is_trained and served.shares_memory and not served.shared_base
+    return f"trainer{of_model}" if waits else ""
 
 
 def _suggested(options: UpOptions) -> dict[str, str]:

@@ -119,6 +119,14 @@ _SamplerGpus = Annotated[
 _FastStart = Annotated[
     bool, typer.Option("--fast-start", help="Start sooner on a GPU: short for `--set sampler.fast_start=true`.")
 ]
+_SharedBase = Annotated[
+    bool,
+    typer.Option(
+        "--shared-base",
+        help="Keep one copy of the weights for trainer and sampler, which share one GPU or the CPU. Trains adapters "
+        "only, with one rank.",
+    ),
+]
 _LogLevel = Annotated[str, typer.Option(help="Log level: DEBUG, INFO, WARNING or ERROR.")]
 
 
@@ -145,6 +153,7 @@ def up(
     trainer_gpus: _TrainerGpus = "",
     sampler_gpus: _SamplerGpus = "",
     fast_start: _FastStart = False,
+    shared_base: _SharedBase = False,
     log_level: _LogLevel = "INFO",
 ) -> None:
     """Start Fovea on this machine: renderer, samplers, trainer and gateway. Stop it with Ctrl-C or `fovea down`.
@@ -152,7 +161,7 @@ def up(
     All options, the model and the machine are checked first; a problem is reported in one line before anything starts.
     """
     try:
-        _check_environment(log_level, tls_dir)
+        _check_machine(log_level, tls_dir, state_dir, host, {"--port": port, "--grpc-port": grpc_port})
         options = UpOptions(
             settings=tuple(map(preflight.read_setting, [*(setting or ()), *(_FAST * fast_start)])),
             further_models=tuple(_further_models(also_sample or (), also_train or ())),
@@ -162,7 +171,7 @@ def up(
             host=host,
             port=port or free_ports(1)[0],
             grpc_port=grpc_port,
-            ranks=ranks or CPU_RANKS,
+            ranks=ranks or (1 if shared_base else CPU_RANKS),
             state_dir=state_dir.resolve(),
             api_keys=tuple(api_key or ()),
             api_key_file=api_key_file.resolve() if api_key_file else None,
@@ -170,10 +179,9 @@ def up(
             drain_s=drain_s,
             log_level=log_level,
             trainer_count=trainers,
+            shares_base=shared_base,
         )
-        _check_place(state_dir, host, port, grpc_port)
-        layout = _choose_gpus(options, gpus, trainer_gpus, sampler_gpus, samplers, ranks)
-        options = _with_layout(options, layout, ranks)
+        options, layout = _with_gpus(options, gpus, trainer_gpus, sampler_gpus, samplers, ranks)
         _check_services(options, trainer_gpus, sampler_gpus)
     except StartRefused as error:
         raise typer.Exit(print_error(f"fovea up: {error}", MISUSED)) from None
@@ -184,22 +192,21 @@ def up(
     raise typer.Exit(asyncio.run(Supervisor(options, console, folder=folder).run()))
 
 
-def _check_environment(log_level: str, tls_dir: pathlib.Path | None) -> None:
+def _check_machine(
+    log_level: str, tls_dir: pathlib.Path | None, state_dir: pathlib.Path, host: str, ports: dict[str, int]
+) -> None:
     preflight.check_installed()
     preflight.check_log_level(log_level)
     preflight.check_certificates(tls_dir)
-
-
-def _check_place(state_dir: pathlib.Path, host: str, port: int, grpc_port: int) -> None:
     preflight.check_state_dir(state_dir)
     preflight.check_alone(state_dir)
-    preflight.check_ports(host, {"--port": port, "--grpc-port": grpc_port})
+    preflight.check_ports(host, ports)
 
 
-def _choose_gpus(
+def _with_gpus(
     options: UpOptions, gpus: str, trainer_gpus: str, sampler_gpus: str, samplers: int | None, ranks: int | None
-) -> gpu_layout.GpuLayout:
-    return gpu_layout.choose(
+) -> tuple[UpOptions, gpu_layout.GpuLayout]:
+    layout = gpu_layout.choose(
         gpus,
         trainer_gpus,
         sampler_gpus,
@@ -207,7 +214,9 @@ def _choose_gpus(
         sampler_count=samplers,
         ranks=ranks,
         taken=[name for served in options.further_models for name in served.sampler_gpus],
+        shares_base=options.shares_base,
     )
+    return _with_layout(options, layout, ranks), layout
 
 
 def _with_layout(options: UpOptions, layout: gpu_layout.GpuLayout, ranks: int | None) -> UpOptions:
@@ -216,14 +225,24 @@ def _with_layout(options: UpOptions, layout: gpu_layout.GpuLayout, ranks: int | 
     """
     gpu_count = len(tuple(filter(None, layout.trainer)))
     _check_trainers(options, gpu_count)
+    found = ranks or gpu_count // options.trainer_count or (1 if options.shares_base else CPU_RANKS)
+    if options.shares_base:
+        _check_shared_base(layout, options.trainer_count * found)
     return replace(
         options,
-        ranks=ranks or gpu_count // options.trainer_count or CPU_RANKS,
+        ranks=found,
         trainer_gpus=layout.trainer,
         sampler_gpus=layout.samplers,
         sampler_count=layout.sampler_count,
         suggestions=layout.suggestions,
     )
+
+
+def _check_shared_base(layout: gpu_layout.GpuLayout, rank_count: int) -> None:
+    places = (*layout.trainer, *layout.samplers)
+    if rank_count > 1 or layout.sampler_count != 1 or len({*places}) > 1 or len(places) not in (0, 2):
+        fix = "set --ranks 1, --trainers 1, --samplers 1, and one GPU with --gpus"
+        raise StartRefused("--shared-base", f"one trainer rank and one sampler must share one device; {fix}")
 
 
 def _check_trainers(options: UpOptions, gpu_count: int) -> None:

@@ -1,5 +1,5 @@
-"""Creates the tables, or migrates those of an earlier gateway with alembic; and `fovea downgrade`. Each revision is a
-file in `versions`. The revisions after `_OLDEST` can also migrate back.
+"""Creates the tables, or migrates those of an earlier gateway with alembic; and `fovea downgrade`. The
+functions of each revision are in `revisions`. The revisions after `_OLDEST` can also migrate back.
 
 A new table needs no revision, because `create_all` creates it. Gateways from before alembic read the revision's number
 in `schema_version`. The number is written there too, so that those gateways refuse unknown tables.
@@ -8,7 +8,6 @@ in `schema_version`. The number is written there too, so that those gateways ref
 import argparse
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import sqlalchemy as sa
 
@@ -135,30 +134,23 @@ def _note(connection: sa.Connection, revision: str) -> None:
 
 def _run_alembic(connection: sa.Connection, found: str, wanted: str) -> None:
     # Imported late: it takes 0.13 s of CPU, and most starts do not need it.
-    from alembic.config import Config
     from alembic.operations import Operations
     from alembic.runtime.migration import MigrationContext
-    from alembic.script import ScriptDirectory
-    from alembic.util import CommandError
 
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
-    script = ScriptDirectory.from_config(config)
-    try:
-        script.get_revision(found)
-    except CommandError:
+    from fovea_gateway.database.revisions import DOWNGRADES, UPGRADES
+
+    start, end = int(found), int(wanted)
+    if start > max(UPGRADES):
         raise Internal(
             f"this database was created by a newer version of Fovea (schema {found}; this one supports {REVISION}): "
             f"start a newer gateway, or run its `fovea downgrade --to {REVISION}` first"
-        ) from None
+        )
     logger.info("migrating the database from schema %s to %s", found, wanted)
     with Operations.context(MigrationContext.configure(connection)):
-        if int(wanted) > int(found):
-            for step in reversed([*script.iterate_revisions(wanted, found)]):
-                step.module.upgrade()
-        else:
-            for step in script.iterate_revisions(found, wanted):
-                step.module.downgrade()
+        for number in range(start + 1, end + 1):
+            UPGRADES[number]()
+        for number in range(start, end, -1):
+            DOWNGRADES[number]()
 
 
 def main() -> None:

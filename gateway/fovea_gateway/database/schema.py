@@ -3,17 +3,17 @@
 Blobs are stored apart from the rows that are searched, so that scans stay small. Text columns have no length, since
 PostgreSQL would enforce it and SQLite would not.
 
-`create_all` creates the tables. A change to a table needs a file in `versions` and a new REVISION; a gateway refuses to
-start on a database with an unknown revision.
+`create_all` creates the tables. A change to a table needs functions in `revisions` and a new REVISION; a gateway
+refuses to start on a database with an unknown revision.
 
-With shards, each has the tables in a schema of its own, except those in `COMMON`. A file in `versions` that changes one
-of these must do so only where the table is: in the schema of shard 0.
+With shards, each has the tables in a schema of its own, except those in `COMMON`. A function in `revisions` that
+changes one of these must do so only where the table is: in the schema of shard 0.
 """
 
 import sqlalchemy as sa
 
 REVISION = "6"
-"""The latest revision in `versions`."""
+"""The latest revision in `revisions`."""
 
 metadata = sa.MetaData()
 

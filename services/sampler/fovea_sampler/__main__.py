@@ -35,10 +35,11 @@ def main() -> None:
     logging.getLogger("vllm").addHandler(RECENT)  # vLLM's import gives its logger handlers of its own
     logger.info("vLLM has started after %.1f s", time.monotonic() - begun)
     try:
+        from fovea_sampler.engine.manifest_check import checkpoint_directory
         from fovea_sampler.engine.vllm_engine import Engine
         from fovea_sampler.sampler_app import serve
 
-        engine = Engine(llm, settings, vllm_launch.checkpoint_directory(settings.model))
+        engine = Engine(llm, settings, checkpoint_directory(settings.model))
         status = asyncio.run(serve(settings, engine, capacity, started))
     finally:
         llm.shutdown()

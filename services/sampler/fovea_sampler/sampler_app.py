@@ -19,8 +19,9 @@ from fovea.vision.vision_family import VisionFamily
 from fovea.wire.conventions import SAMPLER_SERVICE
 from fovea.wire.rendered_input import ImageSpan
 from fovea.wire.tensors import FeatureTensors
+from fovea_sampler.engine.manifest_check import checkpoint_directory
 from fovea_sampler.engine.vllm_engine import Engine
-from fovea_sampler.engine.vllm_launch import AdapterCapacity, checkpoint_directory, runs_on_cpu
+from fovea_sampler.engine.vllm_launch import AdapterCapacity, runs_on_cpu
 from fovea_sampler.engine_api import Limits, SampleEngine, SampleSpec
 from fovea_sampler.generation import Generation, ImageFetcher
 from fovea_sampler.pushes import SnapshotPushes

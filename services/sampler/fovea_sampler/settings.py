@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from fovea.runtime.settings import ServiceSettings
@@ -67,6 +67,12 @@ class SamplerSettings(ServiceSettings):
     expert_parallel: bool = Field(
         False, description="Place whole experts on each tensor-parallel device instead of a slice of every expert."
     )
+    shared_base: str = Field(
+        "",
+        description="Path of a Unix socket through which the trainer on this device maps the weights, so that both use "
+        "one copy. The sampler waits for the trainer before it measures its memory. For adapters only, on one device; "
+        "empty keeps the weights private.",
+    )
     eager: bool = Field(False, description="Run without CUDA graphs. A CPU engine never uses them.")
     fast_start: bool = Field(
         False,
@@ -116,3 +122,10 @@ class SamplerSettings(ServiceSettings):
         {}, description="Further engine arguments of vLLM (AsyncEngineArgs), as a JSON object."
     )
     engine_timeout_s: float = Field(60, gt=0, description="Seconds that the engine may take to answer a command.")
+
+    @field_validator("shared_base")
+    @classmethod
+    def _check_shared_base(cls, value: str, info: ValidationInfo) -> str:
+        if value and info.data.get("tensor_parallel", 1) > 1:
+            raise ValueError("only a sampler on one device shares its base: set --tensor-parallel to 1")
+        return value

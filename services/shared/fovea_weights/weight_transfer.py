@@ -12,7 +12,6 @@ the group's store announces each slice, and one key per receiver reports that th
 import logging
 import threading
 import time
-import weakref
 from collections import defaultdict
 from datetime import timedelta
 from functools import cache
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fovea.wire.manifest import SnapshotDigest, mixed
+from fovea_weights.shared_memory import allocate, map_memory
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class SharedGpuGroup:
             store.set(_HANDLE, handle)
         else:
             store.wait([_HANDLE], timeout)
-            memory = _map(store.get(_HANDLE), device)
+            memory = map_memory(store.get(_HANDLE), SLICE_BYTES, device)
         group = cls(store, rank, world_size, memory)
         store.set(f"met/{rank}", "")
         store.wait([f"met/{each}" for each in range(world_size)], timeout)
@@ -199,8 +199,7 @@ class SharedGpuGroup:
 class _Exported:
     """Memory of this process that other processes may map.
 
-    The driver allocates it, because memory in torch's expandable segments cannot be mapped everywhere. It is never
-    freed, because a receiver may still map it. After its group is closed, another group reuses it.
+    It is never freed, because a receiver may still map it. After its group is closed, another group reuses it.
     """
 
     def __init__(self) -> None:
@@ -217,12 +216,8 @@ class _Exported:
             if idle := self._idle[device]:
                 memory = idle.pop()
             else:
-                runtime = _cuda_runtime()
-                with torch.cuda.device(device):
-                    address = _checked(runtime.cudaMalloc(SLICE_BYTES))
-                    handle = _checked(runtime.cudaIpcGetMemHandle(address))
-                memory = torch.as_tensor(_Address(int(address)), device=device)
-                self._handles[memory.data_ptr()] = bytes(handle.reserved)
+                memory, handle = allocate(SLICE_BYTES, device)
+                self._handles[memory.data_ptr()] = handle
             return memory, self._handles[memory.data_ptr()]
 
     def give_back(self, memory: Tensor) -> None:
@@ -235,54 +230,8 @@ class _Exported:
 _exported = _Exported()
 
 
-class _Address:
-    """`SLICE_BYTES` bytes on a GPU, in a form that `torch.as_tensor` uses without a copy."""
-
-    def __init__(self, address: int) -> None:
-        data = (address, False)
-        self.__cuda_array_interface__ = {"shape": (SLICE_BYTES,), "typestr": "|u1", "data": data, "version": 3}
-
-
-class _Mapping(_Address):
-    """Memory of another process. It stays mapped as long as the tensor made from it lives."""
-
-    def __init__(self, handle: bytes, device: torch.device) -> None:
-        runtime = _cuda_runtime()
-        shared = runtime.cudaIpcMemHandle_t()
-        shared.reserved = handle
-        with torch.cuda.device(device):
-            address = _checked(runtime.cudaIpcOpenMemHandle(shared, runtime.cudaIpcMemLazyEnablePeerAccess))
-        super().__init__(int(address))
-        weakref.finalize(self, _unmap, address, device).atexit = False  # at exit, the driver unmaps it itself
-
-
-def _unmap(address: Any, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        _checked(_cuda_runtime().cudaIpcCloseMemHandle(address))
-
-
-def _map(handle: bytes, device: torch.device) -> Tensor:
-    memory: Tensor = torch.as_tensor(_Mapping(handle, device), device=device)
-    return memory
-
-
 def _copy(source: Tensor, target: Tensor) -> None:
     """Copies a tensor. Returns when the copy is complete, so that the caller may notify the other side."""
     target.copy_(source)
     if target.device.type == "cuda":
         torch.cuda.current_stream(target.device).synchronize()
-
-
-def _cuda_runtime() -> Any:
-    """Returns NVIDIA's bindings of the CUDA runtime, a dependency of torch for GPUs."""
-    from cuda.bindings import runtime
-
-    return runtime
-
-
-def _checked(answer: tuple[Any, ...]) -> Any:
-    status, *found = answer
-    if status.value:
-        reason = f"GPU memory cannot be shared between processes on this machine: {status.name}"
-        raise RuntimeError(f"{reason}; set the sampler's --transfer gloo")
-    return found[0] if found else None

@@ -159,6 +159,7 @@ class RankWorker:
         on_peer_lost: Called from another thread with a rank that died.
         on_peer_stop: Called on rank 0, from another thread, with a rank on a node that was asked to stop.
         groups: Transfer groups, on rank 0 only. Other senders create theirs in `start`.
+        on_base_lost: Called from another thread if this rank uses the base of a sampler, and that sampler ends.
     """
 
     def __init__(
@@ -168,8 +169,10 @@ class RankWorker:
         on_peer_lost: Callable[[Peer], None],
         on_peer_stop: Callable[[Peer], None],
         groups: TransferGroups | None,
+        on_base_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
+        self._on_base_lost = on_base_lost
         self._rank_env = rank_env
         self._on_peer_lost = on_peer_lost
         self._on_peer_stop = on_peer_stop
@@ -208,7 +211,11 @@ class RankWorker:
             trainer_metrics.RANKS.set(rank_env.world_size)
         started = time.perf_counter()
         self.engine = TrainingEngine(settings, model_dir, self._control, device, self._groups)
+        if self.engine.base is not None:
+            self.engine.base.watch(self._on_base_lost)
         self.engine.warm_up()
+        if self.engine.base is not None:
+            self.engine.base.report_use()
         logger.info("rank %d ready after %.1f s", self._control.rank, time.perf_counter() - started)
 
     def lead(self, queue: CommandQueue) -> None:

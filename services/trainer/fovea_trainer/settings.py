@@ -8,6 +8,7 @@ from pydantic_settings import SettingsConfigDict
 
 from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
+from fovea.wire.errors import InvalidInput
 
 
 class TrainerSettings(ServiceSettings):
@@ -45,6 +46,12 @@ class TrainerSettings(ServiceSettings):
     )
     head_dtype: Literal["float32", "model"] = Field(
         "float32", description="Dtype of logits; model is that of the weights. The sampler must use the same."
+    )
+    shared_base: str = Field(
+        "",
+        description="Path of the Unix socket of a sampler with --shared-base on the same device. Its weights are then "
+        "the base of this trainer, which ends when the sampler ends. For adapters only, on one rank; empty loads a "
+        "copy.",
     )
     threads: int = Field(1, ge=1, description="CPU threads per rank.")
     max_lora_rank: int = Field(64, ge=1, description="Maximum rank of an adapter.")
@@ -190,10 +197,26 @@ class TrainerSettings(ServiceSettings):
                 f"{fitting}, or other --ranks"
             )
 
+    def check_kind(self, *, is_full: bool) -> None:
+        """Raises InvalidInput if this trainer may not train all parameters, but they are to be trained."""
+        if is_full and self.shared_base:
+            raise InvalidInput(
+                "this trainer uses the sampler's base, which nothing may change: train an adapter, or start Fovea "
+                "without --shared-base",
+                field="full",
+            )
+
     def _reached_at(self) -> str:
         if self.nodes > 1 and not is_loopback(self.master_addr):
             return f"--master-addr {self.master_addr}"
         return super()._reached_at()
+
+    @field_validator("shared_base")
+    @classmethod
+    def _check_shared_base(cls, value: str, info: ValidationInfo) -> str:
+        if value and info.data.get("ranks", 1) * info.data.get("nodes", 1) > 1:
+            raise ValueError("only a trainer of one rank shares a base: set --ranks 1")
+        return value
 
     @field_validator("expert_parallel")
     @classmethod

@@ -112,7 +112,7 @@ class _Leader:
         self._queue = CommandQueue(settings.heartbeat_s)
         self._groups = _transfer_groups(settings)
         self._stop_requested = False
-        self._rank = RankWorker(settings, rank_env, self._peer_lost, self._peer_stops, self._groups)
+        self._rank = RankWorker(settings, rank_env, self._peer_lost, self._peer_stops, self._groups, self._base_lost)
         self._loaded: Future[None] = Future()
         self._exited = threading.Event()
 
@@ -166,6 +166,11 @@ class _Leader:
     def _peer_lost(self, peer: Peer) -> None:
         logger.error("rank %d on node %d died; the trainer ends", *peer)
         self._fail(f"rank {peer.rank} of the trainer died; it restarts")
+
+    def _base_lost(self) -> None:
+        if not self._stop_requested:
+            logger.error("the sampler of the shared base has ended; the trainer ends")
+            self._fail("the sampler of the shared base has ended; the trainer restarts")
 
     def _peer_stops(self, peer: Peer) -> None:
         if self._status:  # after a rank's death the launcher also stops the others

@@ -21,9 +21,10 @@ from fovea_trainer.model.expert_routing import expert_shape
 from fovea_trainer.model.lora import LoraInjector, LoraSettings
 from fovea_trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from fovea_trainer.model.packed_attention import kernel_of
-from fovea_trainer.model.packed_model import build_model, read_weights
+from fovea_trainer.model.packed_model import build_model
 from fovea_trainer.model.sharding import sharded_model
 from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel, optim_steps, unknown_model
+from fovea_trainer.model.weight_reading import read_weights
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import RecoveryFolder, numerics_of
 from fovea_trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel
@@ -35,6 +36,7 @@ from fovea_trainer.weights.snapshot_store import SnapshotStore
 from fovea_trainer.weights.snapshot_taker import SnapshotTaker, adapter_specs
 from fovea_trainer.weights.training_state import StateStore
 from fovea_trainer.weights.transfer_groups import FullSender, TransferGroups
+from fovea_weights.shared_memory import MappedBase
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +67,7 @@ class TrainingEngine:
         self._device = device
         self.world_size = control.world_size
         self.models: dict[str, TrainedModel] = {}
-        self.adapters = SnapshotStore(settings.snapshot_memory_mib * MIB)
-        self.full = SnapshotStore(settings.snapshot_memory_mib * MIB)
+        self.adapters, self.full = (SnapshotStore(settings.snapshot_memory_mib * MIB) for _ in range(2))
         self._load(model_dir)
         self.model_files = fingerprints(model_dir)
         self.numerics = numerics_of(settings, self.dtype, device, self.world_size)
@@ -93,9 +94,11 @@ class TrainingEngine:
         config = module.hf.config
         self.targets = list(self.family.lora_targets(module.hf))
         self._injector = LoraInjector(self.targets)
-        memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
+        self.base = MappedBase(settings.shared_base, self._device) if settings.shared_base else None
+        shared_bytes = self.base.resident_bytes if self.base and settings.memory_limit_mib else 0
+        memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB + shared_bytes)
         self._sharded = sharded_model(module, settings, self._device.type, self.world_size, memory.total_bytes)
-        read_weights(module.hf, model_dir, self._device)
+        read_weights(module.hf, model_dir, self._device, self.base)
         module.requires_grad_(False)  # again, because transformers has replaced a single rank's parameters
         text = config.get_text_config()
         context = context_length(config.to_dict()) or text.max_position_embeddings
@@ -112,10 +115,9 @@ class TrainingEngine:
         self._residence = ModelResidence(self._device, settings.model_memory_mib * MIB, memory.free_bytes)
         self._memory_budget = MemoryBudget(settings, config, self.dtype, memory, self._control, self._spill)
         vision = VisionOutputCache(settings.vision_memory_mib * MIB)
-        sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
         self._losses = LossComputer(
-            self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox,
-            self._injector, settings,
+            self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget,
+            Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib), self._injector, settings,
         )  # fmt: skip
         self.shared = SharedCalls(self._losses, self._sharded, self._control, layout, vision, self._memory_budget)
         logger.info(
@@ -241,6 +243,7 @@ class TrainingEngine:
 
     def _create(self, command: command_queue.CreateModel) -> tuple[int, list[weights_pb2.TensorSpec]]:
         """Creates a model unless it exists. Returns its number of trained parameters, and the specs of an adapter."""
+        self._settings.check_kind(is_full=command.lora is None)
         existing = self.models.get(command.model_id)
         if existing is not None:
             if getattr(existing, "settings", None) != command.lora:
@@ -261,12 +264,9 @@ class TrainingEngine:
             raise ResourceExhausted(
                 f"{len(self.models)} models exist, which is the limit: delete one", field="model_id"
             )
-        model = (
-            self._new_full(command.model_id)
-            if command.lora is None
-            else self._new_adapter(command.model_id, command.lora)
-        )
-        self.models[command.model_id] = model
+        model_id, lora = command.model_id, command.lora
+        model = self._new_full(model_id) if lora is None else self._new_adapter(model_id, lora)
+        self.models[model_id] = model
         self._residence.use([model])
         return model.trainable_parameter_count, self._specs_of(model)
 

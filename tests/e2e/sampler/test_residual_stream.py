@@ -16,7 +16,8 @@ from fovea_trainer.batches.micro_batch import Documents
 from fovea_trainer.model import fused_layers
 from fovea_trainer.model.lora import LoraInjector
 from fovea_trainer.model.model_family import family_of
-from fovea_trainer.model.packed_model import PackedModel, read_weights
+from fovea_trainer.model.packed_model import PackedModel
+from fovea_trainer.model.weight_reading import read_weights
 from tests.checkpoints import save_random
 from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.process import SamplerProcess, running_sampler

@@ -67,10 +67,28 @@ def test_a_shared_card_is_divided(
     assert "KV cache up to" in said
 
 
+def test_a_shared_base_is_counted_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for more in ([], ["--shared-base"]):
+        assert plan(monkeypatch, directory, "--gpus", "1x80", "--json", *more) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    own, shared = found
+    assert own["trainer"]["base_bytes"] > 0
+    assert shared["trainer"]["base_bytes"] == 0
+    assert shared["sampler"]["weights_bytes"] == own["sampler"]["weights_bytes"]
+    assert shared["trainer"]["adapter"]["peak_bytes"] < own["trainer"]["adapter"]["peak_bytes"]
+    assert (own["sampler"]["push_bytes"] > 0, shared["sampler"]["push_bytes"]) == (True, 0)
+    assert "without --shared-base" in shared["trainer"]["full"]
+
+
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
         ("--gpus 8", 2, "--gpus: '8' is not COUNTxGIB, such as 8x80"),
+        ("--gpus 2x80 --shared-base", 2, "--shared-base: one trainer rank and one sampler share one GPU"),
+        ("--gpus 1x80 --shared-base --full", 1, "this trainer uses the sampler's base, which nothing may change"),
         ("--gpus 2x80 --adapter-rank 65", 1, "lora.rank 65 is not in 1 .. 64"),
         ("--gpus 4x80 --samplers 0 --set trainer.replicas=3", 1, "--replicas is 3, which does not divide the 4 ranks"),
         ("--gpus 4x80 --set trainer.expert_parallel=2", 1, "--expert-parallel is 2, but the model has no experts"),

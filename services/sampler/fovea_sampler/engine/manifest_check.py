@@ -25,6 +25,15 @@ EXPERT_PARTS = ("w1", "w2", "w3")
 """The gate, down and up projections of experts, as vLLM and adapters name them."""
 
 
+def checkpoint_directory(model: str) -> Path:
+    """Returns the local directory of a model's checkpoint."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, local_files_only=True))
+
+
 def checkpoint_shapes(directory: Path) -> dict[str, Shape]:
     """Returns a mapping from tensor name to shape for a checkpoint, from the headers of its safetensors files.
 

@@ -19,7 +19,7 @@ from fovea.runtime import model_files
 from fovea.runtime.hosts import interface_of, is_loopback
 from fovea.runtime.machine_memory import host_free_bytes, host_memory_bytes
 from fovea_sampler.engine import engine_arguments
-from fovea_sampler.engine.manifest_check import Shape, checkpoint_shapes
+from fovea_sampler.engine.manifest_check import Shape, checkpoint_directory, checkpoint_shapes
 from fovea_sampler.settings import SamplerSettings
 
 if TYPE_CHECKING:
@@ -211,11 +211,11 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from fovea_sampler import vllm_patches
-    from fovea_sampler.engine import weight_loading
+    from fovea_sampler.engine import base_sharing
 
     engine_arguments.check_expert_parallel(settings, read_config(settings.model))
     vllm_patches.before_model()
-    weight_loading.register()
+    base_sharing.register()
     arguments = _common_arguments(settings, capacity)
     arguments |= _cpu_arguments(settings) if runs_on_cpu(settings) else _gpu_arguments(settings)
     arguments |= engine_arguments.checked(settings.engine_arguments, arguments)
@@ -233,6 +233,7 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
     vllm_patches.float32_residual.configure(config)
     vllm_patches.fresh_blocks.configure(config)
     vllm_patches.routed_experts.configure(config)
+    base_sharing.configure(config, settings)
     return config
 
 
@@ -251,9 +252,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
     from vllm.config import WeightTransferConfig
 
     from fovea_sampler.engine.weight_loading import BACKEND as TRANSFER_BACKEND
-    from fovea_sampler.engine.weight_loading import RANDOM_FORMAT
     from fovea_sampler.vllm_patches.grammar_budget import BACKEND
-    from fovea_weights import is_random
 
     config = read_config(settings.model)
     arguments: dict[str, Any] = {
@@ -292,8 +291,6 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
             "max_loras": capacity.batched,
             "max_cpu_loras": max(capacity.batched, settings.max_cpu_loras or 4 * capacity.batched),
         }
-    if is_random(Path(settings.model)):
-        arguments["load_format"] = RANDOM_FORMAT
     if "vision_config" in vision.with_parts(config):
         unused = ("video", "audio") if "thinker_config" in config else ("video",)
         arguments["limit_mm_per_prompt"] = {"image": settings.max_images, **dict.fromkeys(unused, 0)}
@@ -347,7 +344,7 @@ def _gpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
 
 def push_room(settings: SamplerSettings) -> int:
     """Returns the bytes of each GPU that the KV cache leaves free for pushed full weights; see `room_for_pushes`."""
-    if runs_on_cpu(settings) or settings.full_push_room == "never" or settings.kv_cache_mib is not None:
+    if runs_on_cpu(settings) or settings.full_push_room == "never" or settings.kv_cache_mib or settings.shared_base:
         return 0
     try:
         shapes = checkpoint_shapes(checkpoint_directory(settings.model))
@@ -389,12 +386,3 @@ def read_config(model: str) -> dict[str, Any]:
 def check_model(model: str) -> None:
     """Raises ValueError for a vision model of an unknown family, which cannot be served."""
     vision.choose(read_config(model))
-
-
-def checkpoint_directory(model: str) -> Path:
-    """Returns the local directory of a model's checkpoint."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, local_files_only=True))

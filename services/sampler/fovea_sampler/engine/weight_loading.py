@@ -125,6 +125,15 @@ class RandomModelLoader(DefaultModelLoader):  # type: ignore[misc]
                     yield name, tensor[...]
 
 
+def rename_of(model: torch.nn.Module) -> Callable[[str], str]:
+    """Returns the function that maps the checkpoint's names of tensors to vLLM's."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return lambda name: name
+    renamer = mapper.get_rename_mapper()
+    return lambda name: renamer.map_name(name) or name
+
+
 def problem(model: torch.nn.Module) -> str:
     """Returns the reason why no full weights can be loaded into a model, or an empty string."""
     for method in _repacked(model):

@@ -18,7 +18,7 @@ from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.runtime.model_files import UNTRAINED
 from fovea.runtime.processes import die_with_parent
 from fovea_sampler import vllm_patches
-from fovea_sampler.engine import weight_loading
+from fovea_sampler.engine import base_sharing, weight_loading
 from fovea_sampler.engine.manifest_check import (
     ExpertSizes,
     ManifestChecker,
@@ -28,7 +28,7 @@ from fovea_sampler.engine.manifest_check import (
 )
 from fovea_sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
 from fovea_sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
-from fovea_sampler.engine.weight_loading import AdapterBank
+from fovea_sampler.engine.weight_loading import AdapterBank, rename_of
 
 
 def _end_with_service() -> None:
@@ -60,7 +60,7 @@ def _end_engine_after(service: int, engine: int) -> None:
 
 
 _end_with_service()
-weight_loading.register()
+base_sharing.register()
 vllm_patches.before_model()
 
 
@@ -84,7 +84,7 @@ class WorkerExtension:
         """
         self._receiver = SnapshotReceiver(self.device, self.rank)
         model, shapes = self.model_runner.get_model(), checkpoint_shapes(Path(checkpoint))
-        rename, left_out = _rename_of(model), _left_out(model, shapes)
+        rename, left_out = rename_of(model), _left_out(model, shapes)
         adaptable: dict[str, torch.nn.Module] = {}
         sizes: dict[str, ExpertSizes] = {}
         max_rank = 0
@@ -121,7 +121,9 @@ class WorkerExtension:
         if problem := self._checker.problem(parsed):
             return problem
         is_adapter = parsed.snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER
-        if not is_adapter and (problem := weight_loading.problem(self.model_runner.get_model())):
+        if not is_adapter:
+            problem = base_sharing.problem() or weight_loading.problem(self.model_runner.get_model())
+        if problem:
             return problem
         finish: Callable[[Arrival], Any] = self._bank.build if is_adapter else lambda arrival: arrival
         self._receiver.start_receive(task_id, group_id, parsed, timeout_s, finish)
@@ -155,14 +157,6 @@ class WorkerExtension:
     def fovea_forget_adapter(self, name: str) -> None:
         """Frees an adapter that no request uses."""
         self._bank.forget(name)
-
-
-def _rename_of(model: torch.nn.Module) -> Any:
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return lambda name: name
-    renamer = mapper.get_rename_mapper()
-    return lambda name: renamer.map_name(name) or name
 
 
 def _left_out(model: Any, names: Iterable[str]) -> set[str]:

@@ -5,34 +5,22 @@ Shapes: T packed tokens, K targets per position, D hidden size, M placeholder to
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
-import json
 import math
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Concatenate,
-    ConversionOps,
     MergeModulelist,
     Transpose,
     WeightConverter,
-    convert_and_load_state_dict_in_model,
     revert_weight_conversion,
 )
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging as transformers_logging
 
 from fovea import vision
 from fovea.runtime.model_files import read_added_tokens
@@ -44,8 +32,8 @@ from fovea_trainer.model.experts import ExpertLayout
 from fovea_trainer.model.lora_linear import LoraPair
 from fovea_trainer.model.model_family import Family, PatchNormalizer, family_of
 from fovea_trainer.model.target_logprobs import target_logprobs
+from fovea_trainer.model.weight_reading import read_weights
 from fovea_trainer.settings import TrainerSettings
-from fovea_weights import random_slices
 
 HF_PREFIX = "hf."
 MIB = 2**20
@@ -317,81 +305,6 @@ def load_model(
     family, dtype, module = build_model(settings, model_dir, device)
     read_weights(module.hf, model_dir, device)
     return family, dtype, module
-
-
-def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
-    """Reads the weights of a model on the meta device. For sharded parameters this reads only the rank's rows.
-
-    Like `from_pretrained`, it applies transformers' conversions of names and layouts, and creates the tensors that no
-    file contains (tied parameters, buffers). Call this on all ranks.
-
-    Raises:
-        ValueError: The files do not match the model.
-        OSError: The files cannot be read.
-    """
-    conversions = get_model_conversion_mapping(model)
-    dtype = model.config.dtype
-    config = LoadStateDictConfig(
-        device_map={"": device}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=conversions
-    )
-    tied = dict(model.all_tied_weights_keys)
-    with ExitStack() as files:
-        tensors: dict[str, Any] = {}
-        for path in _weight_files(model_dir):
-            # With mmap, the pages that are read would count as memory of this process until the file is closed.
-            file = files.enter_context(safe_open(path, "pt", backend="pread"))
-            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            tensors |= random_slices(file, device) or stored
-        transformers_logging.disable_progress_bar()  # it would print one bar per layer
-        loaded = [convert_and_load_state_dict_in_model(model, layer, config)[0] for layer in _layers(tensors)]
-    found = loaded[0]
-    for other in loaded[1:]:
-        found.missing_keys &= other.missing_keys
-        found.unexpected_keys |= other.unexpected_keys
-        found.mismatched_keys |= other.mismatched_keys
-        found.conversion_errors |= other.conversion_errors
-    errors = [f"{name}: {error}" for name, error in found.conversion_errors.items()]
-    errors += [f"{name} has shape {list(there)}, not {list(own)}" for name, there, own in found.mismatched_keys]
-    converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        mixing = (one for one in converters if not all(map(_keeps_rows, one.operations)))
-        errors += [f"{one.source_patterns} cannot be read in shards: run a single rank" for one in mixing]
-    if not errors:
-        found = model._finalize_model_loading(model, config, found)
-        errors = [f"{name} is missing" for name in sorted(found.missing_keys)]
-        # Tied parameters are sharded as one, so files with two different tensors cannot be represented.
-        untied = tied.keys() - model.all_tied_weights_keys
-        errors += [f"{name} differs from {tied[name]}, to which it is tied" for name in untied]
-    if errors:
-        raise ValueError(f"the weights in {model_dir} do not match its config.json: {errors[0]}")
-
-
-def _layers(tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the tensors of one layer after the other, experts included, and those outside of layers together.
-
-    transformers' reader threads run ahead of the step that stacks experts. If they received all layers at once, they
-    would hold the model twice.
-    """
-    layers: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        found = re.match(r"\D*\d+\.", name)
-        layers[found.group() if found else ""][name] = tensor
-    yield from layers.values()
-
-
-def _weight_files(model_dir: Path) -> list[Path]:
-    whole, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
-    if whole.is_file() or not index.is_file():
-        return [whole]
-    return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-
-
-def _keeps_rows(operation: ConversionOps) -> bool:
-    """Returns True if a conversion keeps each row (expert) in place, so that a rank can convert its own rows alone."""
-    if isinstance(operation, Transpose):
-        return 0 not in (operation.dim0, operation.dim1)
-    is_merge = isinstance(operation, MergeModulelist) and operation.dim == 0
-    return is_merge or (isinstance(operation, Concatenate) and operation.dim != 0)
 
 
 def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:

@@ -52,6 +52,15 @@ def test_shares_of_one_card_hold_the_weights_and_do_not_overlap() -> None:
         assert f"share GPU 0: {trainer:.1f} GiB and " in layout.words
 
 
+def test_a_shared_base_leaves_its_size_to_both() -> None:
+    own, shared = (split(cards(1), 20 * GIB, 1, None, shares_base=shares) for shares in (False, True))
+    trainer, sampler = ({each.name: float(each.value) for each in one.suggestions} for one in (own, shared))
+    assert sampler["memory_limit_mib"] / 1024 == pytest.approx(trainer["memory_limit_mib"] / 1024 - 8, abs=1)
+    assert sampler["gpu_memory_fraction"] * 80 == pytest.approx(trainer["gpu_memory_fraction"] * 80 + 8, abs=1)
+    assert shared.words.endswith("with one copy of the weights (20.0 GiB)")
+    assert split(cards(1), 60 * GIB, 1, None, shares_base=True).suggestions, "two copies would not fit"
+
+
 @pytest.mark.parametrize(
     ("gpus", "weights_gib", "samplers", "ranks", "words"),
     [

@@ -151,6 +151,21 @@ WAYS: dict[str, tuple[Arguments, str, str]] = {
     "unknown setting": (lambda place: ["--set", "sampler.max_lora=1"], "--set", "did you mean 'max_loras'?"),
     "wrong value": (lambda place: ["--set", "sampler.max_loras=many"], "--set sampler.max_loras", "valid integer"),
     "another option's setting": (lambda place: ["--set", "trainer.ranks=3"], "--set", "set trainer.ranks with --ranks"),
+    "a shared base on two ranks": (
+        lambda place: ["--gpus", "none", "--shared-base", "--ranks", "2"],
+        "--shared-base",
+        "one trainer rank and one sampler must share one device; set --ranks 1",
+    ),
+    "a shared base without a sampler": (
+        lambda place: ["--gpus", "none", "--shared-base", "--samplers", "0"],
+        "--shared-base",
+        "must share one device",
+    ),
+    "a shared base by a setting": (
+        lambda place: ["--set", "trainer.shared_base=/tmp/base"],
+        "--set",
+        "set trainer.shared_base with --shared-base",
+    ),
     "level": (lambda place: ["--log-level", "LOUD"], "--log-level", "'LOUD' is not a log level"),
     "port of another fovea": (lambda place: ["--port", place.port_of_fovea()], "--port", "is in use by the Fovea in"),
     "unknown option": (lambda place: ["--modle", "x"], "--modle", "No such option"),

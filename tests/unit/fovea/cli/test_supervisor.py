@@ -139,6 +139,15 @@ def test_samplers_that_share_a_device_measure_it_one_after_the_other() -> None:
     assert after == {"sampler": "trainer", "sampler2": "sampler", "sampler3": "sampler2"}
 
 
+def test_services_with_a_shared_base_order_their_starts_themselves() -> None:
+    for gpus in ((), ("0",)):
+        options = replace(OPTIONS, trainer_gpus=gpus, sampler_gpus=gpus, ranks=1, shares_base=True)
+        specs = {spec.name: spec for spec in service_specs(options)}
+        sockets = {name: specs[name].arguments[-2:] for name in ("sampler", "trainer")}
+        assert sockets["sampler"] == sockets["trainer"] == ("--shared-base", f"{specs['sampler'].temporary_dir}/base")
+        assert specs["sampler"].starts_after == ""
+
+
 def test_no_sampler_and_no_gpu() -> None:
     specs = {spec.name: spec for spec in service_specs(replace(OPTIONS, sampler_count=0, trainer_gpus=NO_GPU))}
     assert list(specs) == ["renderer", "trainer", "gateway"]

@@ -18,7 +18,8 @@ from fovea_trainer.model import fused_layers
 from fovea_trainer.model.fused_layers import residual_norm, stream_dtype
 from fovea_trainer.model.lora import LoraInjector
 from fovea_trainer.model.model_family import family_of
-from fovea_trainer.model.packed_model import PackedModel, load_model, read_weights
+from fovea_trainer.model.packed_model import PackedModel, load_model
+from fovea_trainer.model.weight_reading import read_weights
 from fovea_trainer.settings import TrainerSettings
 
 COUNT, LAYERS = 96, 16

@@ -17,8 +17,9 @@ from fovea_trainer.batches.micro_batch import Batch, Documents, Placement
 from fovea_trainer.batches.vision_cache import VisionOutput
 from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
 from fovea_trainer.model.model_family import family_of
-from fovea_trainer.model.packed_model import PackedModel, read_weights
+from fovea_trainer.model.packed_model import PackedModel
 from fovea_trainer.model.small_passes import SmallPasses, _Size, padded_size
+from fovea_trainer.model.weight_reading import read_weights
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SETTINGS = LoraSettings(4, 8.0, 0, True, True, True, False)

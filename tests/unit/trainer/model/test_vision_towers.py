@@ -45,7 +45,8 @@ from fovea_trainer.batches.micro_batch import BatchLayout, wanted_images
 from fovea_trainer.batches.vision_cache import VisionOutput
 from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
 from fovea_trainer.model.model_family import family_of
-from fovea_trainer.model.packed_model import PackedModel, constants, read_weights
+from fovea_trainer.model.packed_model import PackedModel, constants
+from fovea_trainer.model.weight_reading import read_weights
 from tests.vision_families import small_qwen3_vl
 
 CPU = torch.device("cpu")

@@ -26,8 +26,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import fovea_tinyvlm
 from benchmarks import random_checkpoint
 from fovea_tinyvlm.families import ensure_families
-from fovea_trainer.model.packed_model import build_model, file_names, load_model, read_weights
+from fovea_trainer.model.packed_model import build_model, file_names, load_model
 from fovea_trainer.model.sharding import ShardedModel
+from fovea_trainer.model.weight_reading import read_weights
 from fovea_trainer.settings import TrainerSettings
 from fovea_weights import random_slices
 from tests.ranks import run_ranks

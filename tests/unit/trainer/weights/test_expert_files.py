@@ -15,8 +15,9 @@ from fovea.runtime.model_files import UNTRAINED
 from fovea.wire.errors import InvalidInput
 from fovea_tinyvlm.families import ensure_families
 from fovea_trainer.model.expert_routing import expert_mesh
-from fovea_trainer.model.packed_model import build_model, read_weights
+from fovea_trainer.model.packed_model import build_model
 from fovea_trainer.model.sharding import ShardedModel, local_of, rank_mesh
+from fovea_trainer.model.weight_reading import read_weights
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights import weight_files

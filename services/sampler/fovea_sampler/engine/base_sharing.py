@@ -1,0 +1,174 @@
+"""Shares the base model with the trainer of the same device: one copy of the weights for both.
+
+`SharedModelLoader` moves the loaded weights into memory that the trainer maps, one layer after the other, so that at
+most one layer is there twice. On a CPU vLLM would multiply by copies of the weights that it packs for oneDNN; with a
+shared base it multiplies by the weights themselves. Before the worker measures its memory, it waits until the trainer
+has mapped the weights and has taken the memory with which it begins. The trainer trains once the worker has measured.
+"""
+
+import gc
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers import utils as cpu_layers
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import Worker
+
+from fovea_sampler.engine import weight_loading
+from fovea_sampler.engine.manifest_check import Shape, checkpoint_directory, checkpoint_shapes
+from fovea_sampler.engine.weight_loading import RANDOM_FORMAT, RandomModelLoader, rename_of
+from fovea_sampler.settings import SamplerSettings
+from fovea_weights import is_random
+from fovea_weights.shared_memory import OwnedBase
+
+logger = logging.getLogger(__name__)
+
+SHARED_FORMAT = "fovea_shared"
+"""The `load_format` of a shared base. The path of its socket is in `additional_config`."""
+_SOCKET_KEY = "fovea_shared_base"
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_owned: list[OwnedBase] = []
+"""The base of this worker, if it is shared."""
+
+
+class SharedModelLoader(RandomModelLoader):
+    """A loader of checkpoints, also of those without values, that shares the loaded weights with a trainer."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(replace(load_config, load_format="auto"))
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yields all tensors by their names in the checkpoint's files."""
+        loader: Any = super() if is_random(Path(model_config.model)) else super(RandomModelLoader, self)
+        yield from loader.get_all_weights(model_config, model)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Loads the weights and moves them into shared memory."""
+        super().load_weights(model, model_config)
+        base = OwnedBase(next(model.parameters()).device)
+        _owned[:] = [base]
+        layers: dict[str, list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in model.named_parameters():
+            found = re.match(r"\D*\d+\.", name)
+            layers[found.group() if found else ""].append(parameter)
+        for parameters in layers.values():
+            for parameter, copy in zip(parameters, base.move([one.data for one in parameters]), strict=True):
+                parameter.data = copy
+            if parameters[0].is_cuda:
+                torch.cuda.empty_cache()  # the driver cannot give torch's unused memory to the next layer
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        """Returns the model, of which the weights are published for the trainer.
+
+        Raises ValueError if vLLM has moved a weight once more, to store it in another form.
+        """
+        cpu_layers.dispatch_cpu_unquantized_gemm = _multiply_by_weight
+        model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+        views = base_views(model, checkpoint_shapes(checkpoint_directory(model_config.model)))
+        (base,) = _owned
+        base.publish(vllm_config.additional_config[_SOCKET_KEY], views)
+        logger.info("the trainer may map %.1f MiB of weights", base.size_bytes / 2**20)
+        return model
+
+
+def base_views(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """Returns the parts of vLLM's parameters that are tensors of the checkpoint, keyed by the checkpoint's names.
+
+    Numbered experts also appear stacked, as `experts.gate_up_proj` and `experts.down_proj`. Tensors that vLLM stores in
+    another shape are left out.
+    """
+    rename, parameters = rename_of(model), dict(model.named_parameters())
+    mapping = getattr(model, "packed_modules_mapping", {})
+    packed = {part: (whole, parts) for whole, parts in mapping.items() for part in parts}
+    views: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        if found := _EXPERT.fullmatch(name):
+            views |= _views_of_expert(parameters, rename(f"{found[1]}.weight").removesuffix("weight"), found)
+            continue
+        own, first = rename(name), 0
+        parent, _, part = own.rpartition(".")[0].rpartition(".")
+        if own not in parameters and part in packed:
+            whole, parts = packed[part]
+            before = [shapes.get(name.replace(f".{part}.", f".{one}.")) for one in parts[: parts.index(part)]]
+            if None in before:
+                continue
+            first = sum(other[0] for other in before if other)
+            own = own.replace(f"{parent}.{part}.", f"{parent}.{whole}.")
+        parameter = parameters.get(own)
+        if parameter is not None and parameter.dim() == len(shape):  # vLLM pads embeddings with further rows
+            view = parameter.data[first : first + shape[0]] if shape else parameter.data
+            if tuple(view.shape) == shape:
+                views[name] = view
+    return views
+
+
+def _views_of_expert(parameters: Mapping[str, Tensor], own: str, found: re.Match[str]) -> dict[str, Tensor]:
+    name, stacked, number, part = found[0], found[1], int(found[2]), found[3]
+    stored, other = ("w2", "down_proj") if part == "down" else ("w13", "gate_up_proj")
+    both = (parameters.get(f"{own}{place}{stored}_weight") for place in ("", "routed_experts."))
+    whole = next((one.data for one in both if one is not None), None)
+    if whole is None:
+        return {}
+    half = whole.shape[1] // 2
+    rows = {"gate": slice(0, half), "up": slice(half, None), "down": slice(None)}[part]
+    return {name: whole[number, rows], f"{stacked}.{other}": whole}
+
+
+def _multiply_by_weight(layer: Any, remove_weight: bool) -> None:
+    """Replaces `dispatch_cpu_unquantized_gemm`, which packs a copy of the weight."""
+    layer.cpu_linear = nn.functional.linear
+
+
+def configure(config: Any, settings: SamplerSettings) -> None:
+    """Chooses the loader of the weights for vLLM's configuration."""
+    if settings.shared_base:
+        config.additional_config[_SOCKET_KEY] = settings.shared_base
+        config.load_config.load_format = SHARED_FORMAT
+    elif is_random(Path(settings.model)):
+        config.load_config.load_format = RANDOM_FORMAT
+
+
+def register() -> None:
+    """Prepares this process for the loaders, and makes its worker wait for the trainer. It may be called twice."""
+    weight_loading.register()
+    kind: Any = Worker
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        kind = CPUWorker
+    if kind.determine_available_memory.__module__ != __name__:
+        register_model_loader(SHARED_FORMAT)(SharedModelLoader)
+        kind.determine_available_memory = _after_trainer(kind.determine_available_memory)
+
+
+def _after_trainer(measure: Any) -> Any:
+    def determine_available_memory(worker: Any) -> int:
+        for base in _owned:
+            base.wait_until_used()
+            if worker.device.type == "cuda":
+                # vLLM counts the memory that the trainer has allocated since the first measurement as its own.
+                gc.collect()
+                torch.cuda.empty_cache()
+                own_bytes = torch.cuda.memory_reserved(worker.device) + base.size_bytes
+                worker.init_snapshot.free_memory = torch.cuda.mem_get_info(worker.device)[0] + own_bytes
+        found = int(measure(worker))
+        for base in _owned:
+            base.note_measured()
+        return found
+
+    return determine_available_memory
+
+
+def problem() -> str:
+    """Returns the reason why no full weights can be loaded into this worker's model; empty if its base is its own."""
+    return (
+        "a trainer of adapters uses the same base: full weights need a sampler without --shared-base" if _owned else ""
+    )

@@ -1,0 +1,170 @@
+"""Reads the weights of a model from the files of its checkpoint, or uses those of a sampler on the same device."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from fovea_trainer.model.expert_routing import is_experts
+from fovea_weights import random_slices
+from fovea_weights.shared_memory import MappedBase
+
+_COMPARING_THREADS = 4
+_OWN_SHARE = 1 / 16
+"""The largest share of the base that the trainer may hold for itself beside a shared one."""
+
+
+def read_weights(model: Any, model_dir: Path, device: torch.device, base: MappedBase | None = None) -> None:
+    """Reads the weights of a model on the meta device. For sharded parameters this reads only the rank's rows.
+
+    Like `from_pretrained`, it applies transformers' conversions of names and layouts, and creates the tensors that no
+    file contains (tied parameters, buffers). Call this on all ranks.
+
+    Args:
+        model: The model.
+        model_dir: Folder of the checkpoint.
+        device: Device of the weights.
+        base: The base that a sampler shares; the model then uses its tensors if they equal those in the files.
+
+    Raises:
+        ValueError: The files do not match the model, or the sampler's base does not match the files.
+        OSError: The files cannot be read.
+    """
+    conversions = get_model_conversion_mapping(model)
+    dtype = model.config.dtype
+    config = LoadStateDictConfig(
+        device_map={"": device}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=conversions
+    )
+    tied = dict(model.all_tied_weights_keys)
+    with ExitStack() as files:
+        tensors: dict[str, Any] = {}
+        for path in _weight_files(model_dir):
+            # With mmap, the pages that are read would count as memory of this process until the file is closed.
+            file = files.enter_context(safe_open(path, "pt", backend="pread"))
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            tensors |= random_slices(file, device) or stored
+        if base is not None:
+            tensors |= _shared(tensors, base, device)
+        transformers_logging.disable_progress_bar()  # it would print one bar per layer
+        loaded = []
+        for layer in _layers(tensors):
+            loaded.append(convert_and_load_state_dict_in_model(model, layer, config)[0])
+            if base is not None:
+                _share_experts(model, layer, base)
+    found = loaded[0]
+    for other in loaded[1:]:
+        found.missing_keys &= other.missing_keys
+        found.unexpected_keys |= other.unexpected_keys
+        found.mismatched_keys |= other.mismatched_keys
+        found.conversion_errors |= other.conversion_errors
+    errors = [f"{name}: {error}" for name, error in found.conversion_errors.items()]
+    errors += [f"{name} has shape {list(there)}, not {list(own)}" for name, there, own in found.mismatched_keys]
+    converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        mixing = (one for one in converters if not all(map(_keeps_rows, one.operations)))
+        errors += [f"{one.source_patterns} cannot be read in shards: run a single rank" for one in mixing]
+    if not errors:
+        found = model._finalize_model_loading(model, config, found)
+        errors = [f"{name} is missing" for name in sorted(found.missing_keys)]
+        # Tied parameters are sharded as one, so files with two different tensors cannot be represented.
+        untied = tied.keys() - model.all_tied_weights_keys
+        errors += [f"{name} differs from {tied[name]}, to which it is tied" for name in untied]
+    if base is not None and not errors:
+        errors = list(_too_large(model, base))
+    if errors:
+        raise ValueError(f"the weights in {model_dir} do not match its config.json: {errors[0]}")
+
+
+def _shared(stored: Mapping[str, Any], base: MappedBase, device: torch.device) -> dict[str, Tensor]:
+    """Returns the sampler's tensors, each compared with the files. Raises ValueError if one differs."""
+    names = [name for name in stored if name in base.tensors]
+
+    def is_equal(name: str) -> bool:
+        view = base.tensors[name]
+        return torch.equal(stored[name][...].to(device, view.dtype), view)
+
+    with ThreadPoolExecutor(_COMPARING_THREADS) as threads:
+        for name, equal in zip(names, threads.map(is_equal, names), strict=True):
+            if not equal:
+                raise ValueError(f"the sampler's {name} differs from the checkpoint's: both must read the same model")
+    return {name: base.tensors[name] for name in names}
+
+
+def _share_experts(model: Any, layer: Mapping[str, Any], base: MappedBase) -> None:
+    """Replaces the stacked experts of a layer, which loading has copied from single ones, by the sampler's."""
+    prefixes = {found[1] for name in layer if (found := re.match(r"(.*\.experts)\.\d+\.", name))}
+    shared = [tensor for prefix in prefixes for name, tensor in base.tensors.items() if _parent(name) == prefix]
+    for module in filter(is_experts, model.modules()) if shared else ():
+        for name, own in list(module.named_parameters(recurse=False)):
+            if own.is_meta or base.holds(own):
+                continue
+            for tensor in shared:
+                if own.shape == tensor.shape and own.dtype == tensor.dtype and torch.equal(own, tensor):
+                    replacement = nn.Parameter(tensor, requires_grad=False)
+                    replacement._is_hf_initialized = True  # type: ignore[attr-defined]
+                    setattr(module, name, replacement)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _too_large(model: nn.Module, base: MappedBase) -> Iterator[str]:
+    """Yields an error if the trainer would hold a large part of the base for itself."""
+    parameters = dict(model.named_parameters())
+    own = {name: one.nbytes for name, one in parameters.items() if not base.holds(one)}
+    whole_bytes = sum(one.nbytes for one in parameters.values())
+    if sum(own.values()) > _OWN_SHARE * whole_bytes:
+        largest = max(own, key=lambda name: own[name])
+        yield (
+            f"the sampler has {len(own)} of {len(parameters)} parameters not or in another form, the largest of them "
+            f"{largest}: give both services the same model and dtype, or start them without --shared-base"
+        )
+
+
+def _layers(tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the tensors of one layer after the other, experts included, and those outside of layers together.
+
+    transformers' reader threads run ahead of the step that stacks experts. If they received all layers at once, they
+    would hold the model twice.
+    """
+    layers: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        found = re.match(r"\D*\d+\.", name)
+        layers[found.group() if found else ""][name] = tensor
+    yield from layers.values()
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    whole, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    """Returns True if a conversion keeps each row (expert) in place, so that a rank can convert its own rows alone."""
+    if isinstance(operation, Transpose):
+        return 0 not in (operation.dim0, operation.dim1)
+    is_merge = isinstance(operation, MergeModulelist) and operation.dim == 0
+    return is_merge or (isinstance(operation, Concatenate) and operation.dim != 0)
