@@ -118,6 +118,12 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--repeats", type=int, default=3)
 
 
+def settle(running: Running) -> None:
+    """Waits until all states are durable, so that storage does not owe a round the states of an earlier one."""
+    while running.total("trainer", "fovea_trainer_durable_lag_seconds"):
+        time.sleep(0.5)
+
+
 def report(count: int, rounds: Rounds, alone: Rounds, model: str, options: argparse.Namespace) -> None:
     """Prints the figures for one number of tenants."""
     sizes = {
@@ -150,6 +156,7 @@ def main() -> None:
     found = {count: Rounds() for count in counts}
     for _ in range(options.repeats):
         for count in counts:
+            settle(running)
             before = command_seconds(running)
             with running.cores() as cores:
                 times = measure(tenants[:count], options.steps, options.seconds if count > 1 else 0.0)

@@ -6,9 +6,10 @@ changed several times is written once. An unnamed snapshot of the newest state s
 
 Two bounds make clients wait instead of letting debts grow. Snapshots that wait to be written use at most
 `--snapshot-memory-mib`. A model may change only while all states and snapshots that are owed to storage can be written
-within `--recovery-most-lag-s`, at the speed of the last writes. While a state of a model is owed, it may change
-freely, because its next point includes all changes. Models wait in a `WaitingLine`. Storage that does not return from
-a write counts as failing until it does: then models change freely, and the gateway's journal keeps the commands.
+within `--recovery-most-lag-s`, at the speed of the last writes. From then until a copy of its state is submitted, it
+may change freely, because its next point includes all changes; then it waits in a `WaitingLine` behind the others.
+Storage that does not return from a write counts as failing until it does: then models change freely, and the gateway's
+journal keeps the commands.
 """
 
 import asyncio
@@ -39,9 +40,7 @@ T = TypeVar("T")
 MAX_PAUSE_S = 60.0
 """Longest pause between two attempts to write to failing storage, in seconds."""
 _STATES_SHARE, _SNAPSHOTS_SHARE = 0.6, 0.25
-"""The shares of the longest lag in which all that is owed, and the snapshots in it, must be written. The rest is for
-writes that take longer than the last ones.
-"""
+"""The shares of the longest lag in which all that is owed, and the snapshots in it, must be written; writes vary."""
 _HEAD_START = 0.25
 """The share of the longest lag by which models without a point precede others."""
 
@@ -118,10 +117,11 @@ class RecoveryKeeper:
         """
         model = self._models.setdefault(model_id, Durability())
         model.state_bytes = state_bytes
-        if not (self.failure or model.changing or self._changes_of(model_id) > model.copied_count):
+        if not (self.failure or model.admitted):
             most, is_first = self._speed.most_bytes(_STATES_SHARE), model.durable is None
-            self._change_line.admit(model_id, state_bytes, self._owed_bytes(), most, is_first)
-        model.changing += 1
+            is_owed = model.changing or self._changes_of(model_id) > model.copied_count
+            self._change_line.admit(model_id, 0 if is_owed else state_bytes, self._owed_bytes(), most, is_first)
+        model.changing, model.admitted = model.changing + 1, True
         try:
             yield
             self.changed(model_id)
@@ -263,6 +263,7 @@ class RecoveryKeeper:
             count = self._changes_of(model_id)
             if any(pending.change_count != count for pending in model.snapshots):
                 return  # a snapshot that was made meanwhile comes first
+            model.admitted = False  # later changes may run after the copy, which waits for its turn at the device
             try:
                 state: PendingState | None = await self._queue.submit(
                     command_queue.KeepState(model_id, count if model.snapshots else None)
@@ -276,13 +277,13 @@ class RecoveryKeeper:
             model.copied_count, model.written_since = state.change_count, model.since
             model.since = self._clock() if self._changes_of(model_id) > state.change_count else math.inf
         try:
-            size_bytes = await self._timed(state.written, state.size_bytes)
+            size_bytes = await self._timed(state.written, state.size_bytes, self._clock() - began)
         except BaseException:
             model.copied_count, model.since = model.durable_count, min(model.since, model.written_since)
             model.written_since = math.inf
             raise
-        if self._models.get(model_id) is not model:  # it was freed meanwhile
-            return
+        if self._models.get(model_id) is not model:
+            return  # it was freed meanwhile
         model.durable, model.durable_count, model.written_since = state.seq_id, state.change_count, math.inf
         if model.snapshots:
             model.since = min(model.since, self._clock())
@@ -303,11 +304,11 @@ class RecoveryKeeper:
             model.since = math.inf
         self._succeeded("snapshot", size_bytes or 0)
 
-    async def _timed(self, written: "Future[T]", owed_bytes: int) -> T:
-        """Waits for a write of `owed_bytes`; 0 if it shares a file."""
+    async def _timed(self, written: "Future[T]", owed_bytes: int, idle_s: float = 0.0) -> T:
+        """Waits for a write of `owed_bytes` (0 if it shares a file), for which storage had waited for `idle_s`."""
         self._being_written = owed_bytes
         try:
-            return await self._speed.written(written, owed_bytes, self._note_failure)
+            return await self._speed.written(written, owed_bytes, self._note_failure, idle_s)
         finally:
             self._being_written = 0
 

@@ -109,6 +109,7 @@ class Durability:
         wanted: Number of callers that wait until the model is durable.
         state_bytes: Size of its state in storage.
         changing: Number of commands that are changing it.
+        admitted: True from the admission of a change until the next copy of the state is submitted.
         snapshots: The snapshots to be written, in order.
         lock: Held while a snapshot of the model is made, and while its next state is copied.
     """
@@ -122,6 +123,7 @@ class Durability:
     wanted: int = 0
     state_bytes: int = 0
     changing: int = 0
+    admitted: bool = False
     snapshots: deque[PendingSnapshot] = field(default_factory=deque)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -148,13 +150,15 @@ class StorageSpeed:
         self._clock = clock
         self._bytes = self._seconds = 0.0
 
-    async def written(self, write: "Future[T]", size_bytes: int, late: Callable[[str], Awaitable[None]]) -> T:
-        """Waits for a write and measures it, unless its size is 0.
+    async def written(
+        self, write: "Future[T]", size_bytes: int, late: Callable[[str], Awaitable[None]], idle_s: float = 0.0
+    ) -> T:
+        """Waits for a write of `size_bytes` and measures it, unless its size is 0.
 
         Args:
             write: The write.
-            size_bytes: The bytes that it writes.
             late: Called with a message each time the write has not returned for `patience_s`.
+            idle_s: Seconds for which storage waited for this write.
         """
         began, waiting, is_late = self._clock(), asyncio.wrap_future(write), False
         while not (await asyncio.wait([waiting], timeout=self.patience_s(size_bytes)))[0]:
@@ -162,7 +166,7 @@ class StorageSpeed:
             await late(f"a write of {size_bytes / 2**20:.1f} MiB has not returned for {seconds:.0f} s")
         if size_bytes and not is_late:
             self._bytes += _NEWEST * (size_bytes - self._bytes)
-            self._seconds += _NEWEST * (self._clock() - began - self._seconds)
+            self._seconds += _NEWEST * (idle_s + self._clock() - began - self._seconds)
         return waiting.result()
 
     def most_bytes(self, share: float) -> float:
@@ -179,8 +183,8 @@ class StorageSpeed:
 
 
 class WaitingLine:
-    """The models that were refused, in order, each with the bytes that it wants. Urgent models precede others, but not
-    those that have waited for `LINE_S` seconds; else a tenant that always has new models could hold up all others.
+    """Refused models in order, with the bytes that each wants. It drops those that have not asked again for `LINE_S`
+    seconds. Urgent models precede those that have waited for less than that, so new models cannot hold up all others.
 
     Args:
         clock: Returns seconds since an arbitrary moment.
@@ -196,8 +200,6 @@ class WaitingLine:
         self, model_id: str, size_bytes: int, owed_bytes: int, most_bytes: float, is_urgent: bool = False
     ) -> None:
         """Checks that bytes fit within a limit, after those that are owed and those of models ahead in the line.
-
-        Drops models that have not asked again for `LINE_S` seconds.
 
         Raises:
             StorageBehind: They do not fit. The model is then in the line.
