@@ -24,7 +24,7 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def sharing() -> Iterator[Stack]:
-    """Fovea whose trainer uses the sampler's weights."""
+    """Fovea in which the trainer uses the sampler's weights."""
     with running_stack(fovea_tinyvlm.ensure(), "--shared-base") as stack:
         yield stack
 
@@ -72,7 +72,7 @@ def run(sharing: Stack, is_under_way: threading.Event) -> list[float]:
 
 @pytest.mark.parametrize("victim", ["sampler", "engine", "trainer"])
 def test_a_killed_part_costs_a_run_nothing(sharing: Stack, victim: str) -> None:
-    """The trainer restarts with the sampler whose memory it uses; a trainer that dies maps the memory again."""
+    """The trainer restarts with the sampler that owns its memory; a trainer that dies maps the memory again."""
     expected = run(sharing, threading.Event())
     is_under_way, found = threading.Event(), []
     running = threading.Thread(target=lambda: found.append(run(sharing, is_under_way)))
