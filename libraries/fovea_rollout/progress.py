@@ -1,4 +1,4 @@
-"""Shows progress on standard error: bars on a terminal, and elsewhere plain lines, seldomer the longer it takes."""
+"""Shows progress on standard error: bars on a terminal, and elsewhere plain lines, less often the longer it takes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProgressLines:
 
     Args:
         is_shown: Whether to show bars. None shows them on a terminal; elsewhere it prints a plain line of each bar
-            after 5 seconds, and then seldomer, down to every half minute.
+            after 5 seconds, and then less often, down to every half minute.
     """
 
     def __init__(self, is_shown: bool | None) -> None:

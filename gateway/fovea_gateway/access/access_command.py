@@ -375,7 +375,7 @@ def _owner(text: str) -> str:
 
 
 def _known_as(name: str) -> str:
-    """Returns the owner that has a name in the tables of these commands."""
+    """Returns the owner's stored name for the name that these commands print."""
     return _BARE if name == PUBLISHED else name
 
 

@@ -19,8 +19,8 @@ import sqlalchemy as sa
 
 from fovea.runtime.hosts import host_of, is_loopback
 from fovea.wire.conventions import is_token
-from fovea.wire.errors import InvalidInput, NotFound, PermissionDenied, Unauthenticated
-from fovea_gateway.database.database import Database
+from fovea.wire.errors import InvalidInput, NotFound, PermissionDenied, Unauthenticated, Unavailable
+from fovea_gateway.database.database import SOON_S, Database
 from fovea_gateway.database.schema import keys
 from fovea_gateway.database.sql_engine import insert_new
 
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "tml-"
 """The prefix that the SDK requires of every key."""
-
 PUBLISHED = "tml-local"
 """The key printed in the documentation, so it is accepted only from programs on this machine."""
 
@@ -314,7 +313,10 @@ class KeyRing:
             raise InvalidInput(str(error), field="owner") from None
         await self._database.write_soon(lambda connection: insert_key(connection, key))
         SUBJECT.set(key.key_id)
-        await self._read()
+        try:
+            await asyncio.wait_for(self._read(), SOON_S)
+        except TimeoutError:
+            raise Unavailable("the database no longer answers; the key is stored: revoke it and make another") from None
         return text, key
 
     async def keep(self, key: Key) -> Key:

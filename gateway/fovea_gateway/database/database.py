@@ -312,23 +312,25 @@ class Database:
     async def write_soon(self, job: Job[Result]) -> Result:
         """Like `write`, but a job that does not begin within `SOON_S` has no effect.
 
-        For changes that are of no use to a caller that no longer waits. If the connection breaks while the job is being
-        committed, it may take effect although this raises Unavailable.
+        For changes that are of no use to a caller that no longer waits. A job that began in time may take effect
+        although this raises Unavailable, if its commit takes long or the connection breaks; the message then says so.
         """
-        give_up_at = time.monotonic() + SOON_S
+        give_up_at, began = time.monotonic() + SOON_S, threading.Event()
 
         def timely(connection: sa.Connection) -> Result:
             if time.monotonic() > give_up_at:
                 raise Unavailable("the database was unavailable for too long")
+            began.set()
             return job(connection)
 
         try:
             async with asyncio.timeout(SOON_S + _COMMIT_S):
                 return await self.write(timely)
         except TimeoutError:
-            raise Unavailable(
-                f"the gateway's database has not answered for {SOON_S:.0f} s, so nothing is changed: try again later"
-            ) from None
+            what = "the change may still take effect: look before you try again"
+            if not began.is_set():
+                what = "so nothing is changed: try again later"
+            raise Unavailable(f"the gateway's database has not answered for {SOON_S:.0f} s, {what}") from None
 
     async def read(self, job: Job[Result]) -> Result:
         """Runs a job that only reads. Raises the same errors as `write`."""

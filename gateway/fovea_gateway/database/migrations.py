@@ -7,6 +7,7 @@ in `schema_version`. The number is written there too, so that those gateways ref
 
 import argparse
 import logging
+import time
 from collections.abc import Sequence
 
 import sqlalchemy as sa
@@ -24,6 +25,7 @@ from fovea_gateway.database.sql_engine import (
 
 logger = logging.getLogger(__name__)
 
+_RELEASE_S = 3.0
 _OLDEST = 4
 """The earliest revision that `downgrade` can reach; files from then on can migrate back."""
 _FIRST_WITH_SHARDS = 6
@@ -139,6 +141,8 @@ def _run_alembic(connection: sa.Connection, found: str, wanted: str) -> None:
 
     from fovea_gateway.database.revisions import DOWNGRADES, UPGRADES
 
+    if not found.isdecimal():
+        raise Internal(f"this database belongs to another program (schema {found}): give the gateway one of its own")
     start, end = int(found), int(wanted)
     if start > max(UPGRADES):
         raise Internal(
@@ -163,6 +167,14 @@ def main() -> None:
         raise SystemExit(f"fovea downgrade: {error}") from None
 
 
+def _take_all_soon(connection: sa.Connection) -> list[str]:
+    """Returns the same as `take_all`. A server may release the locks of an ended gateway some moments after its end."""
+    give_up_at = time.monotonic() + _RELEASE_S
+    while not (schemas := take_all(connection)) and time.monotonic() < give_up_at:
+        time.sleep(0.1)
+    return schemas
+
+
 def downgrade_database(url: str, revision: int) -> None:
     """Downgrades a database that no gateway uses.
 
@@ -178,7 +190,7 @@ def downgrade_database(url: str, revision: int) -> None:
             with connection.begin():
                 if engine.dialect.name == "sqlite":
                     file.take(connection)
-                elif not (schemas := take_all(connection)):
+                elif not (schemas := _take_all_soon(connection)):
                     raise FailedPrecondition(f"a gateway is using {name}: stop all gateways first")
             with connection.begin():
                 found = downgrade(connection, revision, schemas)

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 CALM_S = 30.0
-START_S = 180.0
-"""Seconds that the first answer of a service may take, unless the settings wait less for services."""
+START_S = 600.0
+"""Seconds that a service may take to load and compile a model, unless the settings wait less for services."""
 _MOST_OPEN = 64
 _MOST_ENDED = 20
 _OWNERS = 512
@@ -202,7 +202,11 @@ class Alerts:
             for peer in peers:
                 if not peer.up:
                     patience_s = bounds.gone_s if peer.has_been_up else bounds.start_s
-                    words = "does not answer" if peer.has_been_up else "has never answered"
+                    words = (
+                        "does not answer" if peer.has_been_up
+                        else "answers but is not ready" if peer.answers
+                        else "has not answered since the gateway started"
+                    )  # fmt: skip
                     why = f": {peer.reason}" if peer.reason else ""
                     message = f"the {service} of {base.name} at {peer.address} {words}{why}"
                     found[Key(kind, _SYSTEM, peer.address)] = Cause(message, patience_s)

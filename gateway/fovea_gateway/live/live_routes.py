@@ -262,8 +262,8 @@ class LiveRoutes:
             )
         rewards = [one.reward for one in body.samples if one.reward is not None and not one.held_out]
         step = await state.report(model.model_id, body.step, body.metrics, rewards, body.answers)
-        judge, fields = state.gallery.judge, ("sequence_id", "reward", "truth", "held_out")
-        kept = [judge(owner, *(getattr(one, name) for name in fields)) for one in body.samples]
+        judge = state.gallery.judge
+        kept = [judge(owner, one.sequence_id, one.reward, one.truth, one.held_out) for one in body.samples]
         return Json({"step": step, "samples_kept": sum(kept)})
 
     async def label(self, request: Request, owner: str) -> Response:

@@ -32,11 +32,9 @@ def find_unlike(own: Mapping[str, str], files: Mapping[str, str]) -> str:
     return next((name for name in own if name in files and files[name] != own[name]), "")
 
 
-_POLL_S = 2.0
-_POLL_DOWN_S = 0.3
-_AGAIN_S = 2.0
-_STARTING_S = 60.0
-"""Seconds in which a process that has not answered yet counts as starting. After that its error is logged."""
+_POLL_S, _POLL_DOWN_S, _AGAIN_S = 2.0, 0.3, 2.0
+_STARTING_S, _QUIET_S = 300.0, 60.0
+"""Seconds in which a process that has not answered yet counts as starting, and in which its error is not shown."""
 _REPEAT_S = 60.0  # between two log lines on a process that stays down
 _FIRST_S = 5.0
 """Seconds that a start waits for discovery and the first answers. Slower replicas join later."""
@@ -73,7 +71,10 @@ class Peer(ABC):
     @property
     def is_starting(self) -> bool:
         """True until it is up for the first time, unless its start takes long."""
-        return not self.has_been_up and time.monotonic() - self._begun_at < _STARTING_S
+        return self._is_younger_than(_STARTING_S)
+
+    def _is_younger_than(self, seconds: float) -> bool:
+        return not self.has_been_up and time.monotonic() - self._begun_at < seconds
 
     @abstractmethod
     async def ask(self) -> None:
@@ -93,7 +94,7 @@ class Peer(ABC):
             return
         except FoveaError as error:
             # Services start in parallel and the gateway is ready first, so a short wait for the others is no failure.
-            is_start = isinstance(error, Unavailable) and self.is_starting
+            is_start = isinstance(error, Unavailable) and self._is_younger_than(_QUIET_S)
             self.mark_down("" if is_start else str(error), logging.INFO if is_start else logging.WARNING)
             return
         self.answers, self.reason, self._reported_level = True, "", logging.NOTSET

@@ -45,7 +45,7 @@ itself come from an earlier replay, which had other gradients than the client's 
 """
 _MOST_DEATHS, _MOST_DEATHS_AGAIN = 3, 5
 """The number of trainer deaths after which a command fails: for a new command, and for a replayed one. Two deaths can
-be coincidence, as when a node is preempted twice; from its second run on, a command runs alone. If a replayed command
+be a coincidence, as when a node is preempted twice; from its second run on, a command runs alone. If a replayed command
 fails, its model is lost.
 """
 

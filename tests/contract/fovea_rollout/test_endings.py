@@ -72,7 +72,7 @@ async def test_a_loop_names_the_step_from_which_it_resumes_and_a_wrong_key_says_
         training.send_signal(signal.SIGINT)
         _, told = await asyncio.wait_for(training.communicate(), 60)
         *progress, line = told.decode().splitlines()
-        assert "Traceback" not in " ".join(progress)
+        assert progress in ([], [f"{stand.url} answers; loading the Tinker SDK"])
         found = re.fullmatch(r"stopped: .* out='run' and the client from .* to resume after step (\d+)", line)
         assert found is not None, line
         assert training.returncode == 1

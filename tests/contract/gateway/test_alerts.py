@@ -152,7 +152,7 @@ async def test_a_service_that_never_answered_begins_an_alert_with_the_reason(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fovea_gateway.fronts.components.START_S", 1.0)
-    monkeypatch.setattr("fovea_gateway.replicas.replicas._STARTING_S", 0.0)
+    monkeypatch.setattr("fovea_gateway.replicas.replicas._QUIET_S", 0.0)
     stand = Stand(tmp_path)
     (port,) = free_ports(1)
     dead = f"127.0.0.1:{port}"
@@ -160,7 +160,7 @@ async def test_a_service_that_never_answered_begins_an_alert_with_the_reason(
         await eventually(lambda: receiver.events("sampler_gone") == ["begin"])
         shown = await _until(stand, await _key(stand, "root", Scope.ADMIN), lambda section: bool(section["open"]))
     (alert,) = shown["open"]
-    assert f"at {dead} has never answered: failed to connect" in alert["message"]
+    assert f"at {dead} has not answered since the gateway started: failed to connect" in alert["message"]
 
 
 async def test_alerts_of_a_model_are_its_owners(stand: Stand, receiver: Receiver) -> None:

@@ -6,10 +6,9 @@ changed several times is written once. An unnamed snapshot of the newest state s
 
 Two bounds make clients wait instead of letting debts grow. Snapshots that wait to be written use at most
 `--snapshot-memory-mib`. A model may change only while all states and snapshots that are owed to storage can be written
-within `--recovery-most-lag-s`, at the speed of the last writes. From then until a copy of its state is submitted, it
-may change freely, because its next point includes all changes; then it waits in a `WaitingLine` behind the others.
-Storage that does not return from a write counts as failing until it does: then models change freely, and the gateway's
-journal keeps the commands.
+within `--recovery-most-lag-s`, at the speed of the last writes. Once admitted, it may change freely until a copy of its
+state is requested, because its next point includes all changes. Then it waits in a `WaitingLine` again. A write that
+does not return counts as failed until it does: then models change freely, and the gateway's journal has the commands.
 """
 
 import asyncio
@@ -127,6 +126,7 @@ class RecoveryKeeper:
             self.changed(model_id)
         finally:
             model.changing -= 1
+            model.admitted &= bool(model.changing) or self._changes_of(model_id) > model.copied_count
 
     def restored(self, model_id: str, seq_id: int) -> None:
         """Notes that a model was restored from its point."""

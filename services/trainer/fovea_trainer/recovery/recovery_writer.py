@@ -146,9 +146,8 @@ class StorageSpeed:
     """
 
     def __init__(self, most_lag_s: float, clock: Callable[[], float]) -> None:
-        self.most_lag_s = self.least_patience_s = most_lag_s
-        self._clock = clock
-        self._bytes = self._seconds = 0.0
+        self.most_lag_s, self.least_patience_s, self._clock = most_lag_s, most_lag_s, clock
+        self._bytes = self._seconds = self._idle_s = 0.0
 
     async def written(
         self, write: "Future[T]", size_bytes: int, late: Callable[[str], Awaitable[None]], idle_s: float = 0.0
@@ -166,20 +165,20 @@ class StorageSpeed:
             await late(f"a write of {size_bytes / 2**20:.1f} MiB has not returned for {seconds:.0f} s")
         if size_bytes and not is_late:
             self._bytes += _NEWEST * (size_bytes - self._bytes)
-            self._seconds += _NEWEST * (idle_s + self._clock() - began - self._seconds)
+            self._seconds += _NEWEST * (self._clock() - began - self._seconds)
+            self._idle_s += _NEWEST * (idle_s - self._idle_s)
         return waiting.result()
 
     def most_bytes(self, share: float) -> float:
-        """Returns the bytes that storage writes in a share of the longest lag."""
-        return share * self.most_lag_s * self._bytes_per_s
+        """Returns the bytes that storage writes in a share of the longest lag, with its waits between writes."""
+        return share * self.most_lag_s * self._bytes_per_s(self._seconds + self._idle_s)
 
     def patience_s(self, size_bytes: int) -> float:
         """Returns the seconds after which storage that does not return from a write counts as failing."""
-        return max(self.least_patience_s, _PATIENCE * size_bytes / self._bytes_per_s)
+        return max(self.least_patience_s, _PATIENCE * size_bytes / self._bytes_per_s(self._seconds))
 
-    @property
-    def _bytes_per_s(self) -> float:
-        return self._bytes / self._seconds if self._seconds else _FIRST_BYTES_PER_S
+    def _bytes_per_s(self, seconds: float) -> float:
+        return self._bytes / seconds if self._seconds else _FIRST_BYTES_PER_S
 
 
 class WaitingLine:

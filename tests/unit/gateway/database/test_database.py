@@ -54,8 +54,18 @@ async def test_a_change_that_is_of_no_use_later_has_no_effect_once_the_database_
         await database.write_soon(keep("a"))  # type: ignore[arg-type]
     back.set()
     assert await waiting
+
+    def slow(connection: sa.Connection) -> object:
+        threading.Event().wait(1)
+        return keep("late")(connection)  # type: ignore[operator]
+
+    with pytest.raises(Unavailable, match="may still take effect"):
+        await database.write_soon(slow)
+    await database.write(lambda connection: None)  # waits for the slow change
+    monkeypatch.setattr(database_module, "SOON_S", 30.0)
     await database.write_soon(keep("b"))  # type: ignore[arg-type]
-    assert await database.read(lambda c: list(c.scalars(sa.select(schema.published.c.path)))) == ["b"]
+    found = await database.read(lambda c: sorted(c.scalars(sa.select(schema.published.c.path))))
+    assert found == ["b", "late"]
     await database.close()
 
 

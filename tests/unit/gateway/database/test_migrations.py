@@ -146,6 +146,17 @@ async def test_a_database_of_another_version_is_refused(database_url: str, kept_
     await other.close()
 
 
+async def test_a_database_of_another_program_is_refused(database_url: str) -> None:
+    database = Database(database_url)
+    await database.open()
+    await database.close()
+    run(database_url, lambda c: c.execute(sa.update(schema.alembic_version).values(version_num="ae1027a6acf")))
+    other = Database(database_url)
+    with pytest.raises(Internal, match="belongs to another program"):
+        await other.open()
+    await other.close()
+
+
 def columns(connection: sa.Connection) -> dict[str, list[tuple[str, str, bool]]]:
     """Returns name, type and nullability of each column by table, and the indexes."""
     seen = sa.inspect(connection)

@@ -441,3 +441,36 @@ async def test_every_model_gets_points_however_many_are_sampled_after_each_step(
         kept = [seq_id for copied, seq_id, _ in while_training if copied == model_id]
         gaps = [after - before for before, after in pairwise([0, *kept, steps])]
         assert max(gaps) <= 6, f"points of {model_id}: {kept}"
+
+
+async def test_a_failed_step_gives_its_admission_back(trainer: Trainer) -> None:
+    state = trainer.engine.models["a"].state_bytes
+    trainer.keeper._speed.most_lag_s = 1.5 * state / 6e7  # room for one state; the keeper assumes 100 MB/s
+    slow = trainer.hold()
+    with pytest.raises(RuntimeError):
+        async with trainer.keeper.changing("a", state):
+            raise RuntimeError("the step failed")
+    async with trainer.keeper.changing("b", state):
+        trainer.change("b", 1)
+    with pytest.raises(StorageBehind):
+        async with trainer.keeper.changing("a", state):
+            raise AssertionError("it was admitted")
+    slow.set()
+    await trainer.keeper.flush("b")
+
+
+async def test_waits_of_storage_lower_what_it_may_owe_but_not_what_counts_as_a_hang() -> None:
+    async def note(words: str) -> None:
+        raise AssertionError(words)
+
+    now = [0.0]
+    speed = StorageSpeed(60.0, lambda: now[0])
+    for idle_s in (0.0, 9.0):
+        write: Future[str] = Future()
+        write.set_result("")
+        asyncio.get_running_loop().call_soon(now.__setitem__, 0, now[0] + 1.0)
+        await speed.written(write, 10**9, note, idle_s)
+        if not idle_s:
+            patience_s, most = speed.patience_s(10**11), speed.most_bytes(1.0)
+    assert speed.patience_s(10**11) == pytest.approx(patience_s)
+    assert speed.most_bytes(1.0) < most / 2
