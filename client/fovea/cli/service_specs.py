@@ -168,7 +168,7 @@ class UpOptions:
             self.parameter_count,
             self.trainer_count,
             # In the sampler's own folder, which is empty before each of its starts.
-            str(temporary_dir(self.state_dir) / "sampler" / "base") if self.shares_base else "",
+            f"{temporary_dir(self.state_dir)}.base" if self.shares_base else "",
         )
         return own, *self.further_models
 
@@ -287,7 +287,7 @@ def _before(served: ServedModel, number: int, of_model: str) -> str:
     """Returns the service that must be ready before this sampler measures its device; empty if there is none."""
     if number and len(served.sampler_gpus) == 1 and served.sampler_gpus != NO_GPU:
         return f"sampler{number if number > 1 else ''}{of_model}"
-    # With a shared base the trainer waits for the sampler's weights, and the sampler itself then for the trainer.
+    # With a shared base the trainer waits for the sampler's weights. The sampler then waits for the trainer.
     waits = served.is_trained and served.shares_memory and not served.shared_base
     return f"trainer{of_model}" if waits else ""
 

@@ -144,6 +144,9 @@ class Supervisor:
         for folder in {os.path.dirname(spec.temporary_dir) for spec in self._specs if spec.temporary_dir}:
             with suppress(OSError):  # missing if no service started, not empty if one could not be killed
                 os.rmdir(folder)
+        for served in self._options.models:
+            with suppress(FileNotFoundError):
+                os.unlink(served.shared_base)  # empty without a shared base
         self._folder.release()
 
     def _write_state(self, ready_s: float) -> None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import ipaddress
+import os
 import random
 import socket
 import struct
@@ -17,6 +18,7 @@ _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the address of an interface
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 10_000
 _LEAST_PORTS = 1_000
+_SOCKET_PATH_BYTES = 107  # of <linux/un.h>, without the final zero
 _draw = random.SystemRandom()  # two processes with the same `random` seed must not find the same ports
 _claims: dict[int, socket.socket] = {}
 
@@ -44,6 +46,18 @@ def listening(host: str, port: int = 0) -> socket.socket:
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
+
+
+def check_socket_path(path: str) -> None:
+    """Raises ValueError if no service can listen at a path, as at a Unix socket."""
+    if (length := len(os.fsencode(path))) > _SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"{path} has {length} bytes, but a socket's path has at most {_SOCKET_PATH_BYTES}: give a shorter path"
+        )
+    if not (folder := Path(path).parent).is_dir():
+        raise ValueError(f"the folder {folder} does not exist: create it, or give another path")
+    if os.path.lexists(path) and not Path(path).is_socket():
+        raise ValueError(f"{path} exists and is not a socket: give another path")
 
 
 def interface_of(address: str) -> str:

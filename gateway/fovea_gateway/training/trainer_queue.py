@@ -13,7 +13,7 @@ from cachetools import LRUCache
 from google.protobuf.message import Message
 
 from fovea.api.v1 import gateway_pb2
-from fovea.wire.errors import EndsTrainer, InvalidInput, ModelLost, NotFound, Unavailable
+from fovea.wire.errors import EndsTrainer, FailedPrecondition, InvalidInput, ModelLost, NotFound, Unavailable
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.fair_queue import FairQueue, Turn
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
@@ -243,7 +243,8 @@ class Replay:
     async def restore(self, model: Model, report: Callable[[str], None]) -> int:
         """Restores a model and returns the number of repeated commands. Raises ModelLost, with the reason, if it fails.
 
-        Raises Unavailable if the trainer restarts meanwhile; call this again then.
+        Raises Unavailable if the trainer restarts meanwhile; call this again then. Raises FailedPrecondition if the
+        trainer's settings no longer allow such a model.
 
         Args:
             report: Called with a description of each stage, for clients that wait.
@@ -327,7 +328,7 @@ class Replay:
         client, model_id, seq_id = self._trainer.client, model.model_id, entry.seq_id
         match entry.kind:
             case Kind.CREATE_MODEL:
-                await client.create_model(model_id, model.lora if model.lora.rank else None, self._timeout_s)
+                await self._create(model)
                 creation = gateway_pb2.SubmitCreateModelRequest.FromString(request)
                 if creation.from_path:
                     await self._load(model, creation.from_path, creation.optimizer, entry)
@@ -342,6 +343,17 @@ class Replay:
                 self._compare(entry, [gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
             case Kind.SAVE_FOR_SAMPLER:
                 await self._freeze(model_id, entry)
+
+    async def _create(self, model: Model) -> None:
+        try:
+            await self._trainer.client.create_model(
+                model.model_id, model.lora if model.lora.rank else None, self._timeout_s
+            )
+        except InvalidInput as error:  # A start of the trainer with its former settings can still restore the model.
+            raise FailedPrecondition(
+                f"the trainer at {self._trainer.address} returned with other settings, with which it cannot create "
+                f"model {model.model_id} again: {error.message}"
+            ) from None
 
     async def _load(self, model: Model, path: str, optimizer: bool, entry: Entry) -> None:
         checkpoint = await self._checkpoints.find_training(model.owner, path)

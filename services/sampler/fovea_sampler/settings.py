@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from fovea.runtime.hosts import check_socket_path
 from fovea.runtime.settings import ServiceSettings
 
 
@@ -128,4 +129,6 @@ class SamplerSettings(ServiceSettings):
     def _check_shared_base(cls, value: str, info: ValidationInfo) -> str:
         if value and info.data.get("tensor_parallel", 1) > 1:
             raise ValueError("only a sampler on one device shares its base: set --tensor-parallel to 1")
+        if value:
+            check_socket_path(value)
         return value

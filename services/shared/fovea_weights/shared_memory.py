@@ -2,14 +2,15 @@
 
 With a shared base the sampler owns the weights: its worker moves them into memory that other processes can map, on a
 GPU by CUDA IPC, on a CPU as one anonymous file. The trainer maps it and uses views of it as its frozen weights. The
-worker passes what the trainer needs for that through a Unix socket, and the connection stays open: its end tells the
-trainer that the memory is gone, and the sampler that the next trainer may come.
+worker passes what the trainer needs for that through a Unix socket, and the connection stays open. If it ends, the
+trainer knows that the memory is gone, and the sampler serves the next trainer.
 """
 
 import json
 import logging
 import mmap
 import os
+import select
 import socket
 import struct
 import threading
@@ -24,14 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fovea.runtime.hosts import check_socket_path
+
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
+_BLOCK_BYTES = 2 << 20
+"""Granularity of memory on a GPU. Smaller allocations can share a block, and a handle maps the whole block."""
 _LENGTH = struct.Struct("<QQ")
 """The lengths of the description and of the memory's file, which precede the description."""
 _IN_USE, _GO_ON = b"u", b"g"
 _LOOK_S = 0.1
-_CREDENTIALS = struct.Struct("3i")
+_PATIENCE_S = 3.0
+"""Seconds after which a trainer says that it waits for another one."""
+_AGAIN_S = 1.0
+_CREDENTIALS = struct.Struct("iII")
 
 
 def allocate(size_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
@@ -42,7 +50,7 @@ def allocate(size_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
     """
     runtime = _cuda_runtime()
     with torch.cuda.device(device):
-        address = _checked(runtime.cudaMalloc(size_bytes))
+        address = _checked(runtime.cudaMalloc(_rounded(size_bytes, _BLOCK_BYTES)))
         handle = _checked(runtime.cudaIpcGetMemHandle(address))
     return torch.as_tensor(_Address(int(address), size_bytes), device=device), bytes(handle.reserved)
 
@@ -90,8 +98,12 @@ def _checked(answer: tuple[Any, ...]) -> Any:
     status, *found = answer
     if status.value:
         reason = f"GPU memory cannot be shared between processes on this machine: {status.name}"
-        raise RuntimeError(f"{reason}; set the sampler's --transfer gloo, and no --shared-base")
+        raise RuntimeError(f"{reason}; set --transfer gloo on the sampler and omit --shared-base")
     return found[0] if found else None
+
+
+def _rounded(size_bytes: int, granularity: int) -> int:
+    return -(-size_bytes // granularity) * granularity
 
 
 class OwnedBase:
@@ -113,7 +125,7 @@ class OwnedBase:
         """Returns copies of tensors in one new piece of the shared memory."""
         starts = [0]
         for tensor in tensors:
-            starts.append(-(-(starts[-1] + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+            starts.append(_rounded(starts[-1] + tensor.nbytes, _ALIGNMENT))
         chunk = self._allocate(starts[-1])
         places = [chunk[start : start + one.nbytes] for start, one in zip(starts, tensors, strict=False)]
         copies = [place.view(one.dtype).view(one.shape) for place, one in zip(places, tensors, strict=True)]
@@ -122,8 +134,9 @@ class OwnedBase:
         return copies
 
     def _allocate(self, size_bytes: int) -> Tensor:
-        if self._device.type == "cpu":
-            size_bytes = -(-size_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        is_cpu = self._device.type == "cpu"
+        size_bytes = _rounded(size_bytes, mmap.ALLOCATIONGRANULARITY if is_cpu else _BLOCK_BYTES)
+        if is_cpu:
             os.ftruncate(self._file, self.size_bytes + size_bytes)
             memory = mmap.mmap(self._file, size_bytes, offset=self.size_bytes)
             chunk, handle = torch.frombuffer(memory, dtype=torch.uint8), b""
@@ -138,16 +151,19 @@ class OwnedBase:
         """Lets a trainer of this user map the memory, now and after each of its restarts.
 
         Args:
-            path: Path of the Unix socket, which is replaced if it exists.
+            path: Path of the Unix socket. A socket that an earlier sampler has left there is replaced.
             views: Contiguous parts of the memory, keyed by the names for the trainer.
 
-        Raises ValueError for a tensor that is not in the memory.
+        Raises ValueError for a tensor that is not in the memory, and for a path that another file or process uses.
         """
         tensors = {
             name: [*self._place(name, view), list(view.shape), str(view.dtype)[6:]] for name, view in views.items()
         }
         chunks = [[chunk.numel(), handle.hex()] for chunk, handle in zip(self._chunks, self._handles, strict=True)]
         description = json.dumps({"chunks": chunks, "tensors": tensors}).encode()
+        check_socket_path(path)
+        if _has_listener(path):
+            raise ValueError(f"another process listens at {path}: end it, or give another path")
         Path(path).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
@@ -165,10 +181,15 @@ class OwnedBase:
     def _serve(self, listener: socket.socket, description: bytes) -> None:
         """Serves one trainer after the other: the next waits until the one before has ended."""
         while True:
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:  # such as too many open files
+                logger.warning("no trainer can reach the shared base now: %s", error)
+                time.sleep(_AGAIN_S)
+                continue
             with connection, suppress(OSError):  # it may end at any time
-                raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                if _CREDENTIALS.unpack(raw)[1] != os.getuid():
+                if (user := _peer_user(connection)) != os.getuid():
+                    logger.warning("refused a trainer of user %d: only user %d may map the base", user, os.getuid())
                     continue
                 header = _LENGTH.pack(len(description), self.size_bytes)
                 socket.send_fds(connection, [header], [self._file] if self._file >= 0 else [])
@@ -197,6 +218,8 @@ class MappedBase:
         path: Path of the sampler's Unix socket. The constructor waits until the sampler listens there.
         device: Device of the trainer, the same as the sampler's.
 
+    Raises PermissionError if the sampler runs as another user, ConnectionError if it ends or refuses this user.
+
     Attributes:
         tensors: Views of the memory, keyed by the names of the checkpoint's tensors, and of stacked experts.
         resident_bytes: Resident memory of this process that is the sampler's: on a CPU all of it, on a GPU nothing.
@@ -205,6 +228,9 @@ class MappedBase:
     def __init__(self, path: str, device: torch.device) -> None:
         self._connection, self._may_go_on = _connected(path), threading.Event()
         header, files, _, _ = socket.recv_fds(self._connection, _LENGTH.size, 1, socket.MSG_WAITALL)
+        if len(header) < _LENGTH.size:
+            self._connection.close()
+            raise ConnectionError(f"the sampler at {path} ended, or runs as another user")
         length, size_bytes = _LENGTH.unpack(header)
         self.resident_bytes = size_bytes if files else 0
         with self._connection.makefile("rb") as stream:
@@ -249,13 +275,47 @@ def _connected(path: str) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(path)
+            _await_turn(connection, path)
             return connection
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
+        except OSError:
+            connection.close()
+            raise
         if not waits:
             logger.info("waiting until the sampler shares its base at %s", path)
             waits = True
         time.sleep(_LOOK_S)
+
+
+def _await_turn(connection: socket.socket, path: str) -> None:
+    """Waits until the sampler serves this trainer. Raises PermissionError if it runs as another user."""
+    if (user := _peer_user(connection)) != os.getuid():
+        raise PermissionError(f"the process that listens at {path} runs as user {user}, not as {os.getuid()}")
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if not poll.poll(_PATIENCE_S * 1000):
+        logger.info("another trainer uses this base; waiting until it ends")
+        poll.poll()
+
+
+def _has_listener(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:  # it listens, but is busy
+            return True
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        return True
+
+
+def _peer_user(connection: socket.socket) -> int:
+    """Returns the user id of the process at the other end, for a client that of the process that listens."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(raw)[1]
+    return user
 
 
 def _read_only(file: int, size_bytes: int) -> Tensor:

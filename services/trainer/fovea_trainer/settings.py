@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from fovea.runtime.hosts import is_loopback
+from fovea.runtime.hosts import check_socket_path, is_loopback
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.errors import InvalidInput
 
@@ -216,6 +216,8 @@ class TrainerSettings(ServiceSettings):
     def _check_shared_base(cls, value: str, info: ValidationInfo) -> str:
         if value and info.data.get("ranks", 1) * info.data.get("nodes", 1) > 1:
             raise ValueError("only a trainer of one rank shares a base: set --ranks 1")
+        if value:
+            check_socket_path(value)
         return value
 
     @field_validator("expert_parallel")

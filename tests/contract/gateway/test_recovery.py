@@ -15,6 +15,7 @@ from fovea.api.v1 import trainer_pb2
 from fovea.client import GatewayClient
 from fovea.wire.errors import (
     DiskFull,
+    InvalidInput,
     NotFound,
     PermissionDenied,
     ResourceExhausted,
@@ -735,6 +736,22 @@ async def test_a_model_that_kills_the_trainer_at_its_restore_is_given_up(
     assert set(deaths) == {deadly}
     assert 5 <= len(deaths) <= 10
     assert done == expected
+
+
+async def test_a_model_outlives_a_trainer_whose_settings_refuse_its_creation(
+    stand: RecoveringStand, rest: Rest
+) -> None:
+    stand.trainer.is_disk_slow = True
+    model_id = await rest.create_model()
+    assert not any("error" in one for one in await answers(rest, await submit(rest, model_id, 1, 1)))
+    stand.trainer.failures["CreateModel"] = [InvalidInput("this trainer trains adapters only")] * 100
+    await stand.kill_trainer()
+    for refused in await answers(rest, await submit(rest, model_id, 4, 1)):
+        assert "returned with other settings" in refused["error"]
+        assert "this trainer trains adapters only" in refused["error"]
+    stand.trainer.failures["CreateModel"] = []
+    await stand.kill_trainer()
+    assert not any("error" in one for one in await answers(rest, await submit(rest, model_id, 7, 1)))
 
 
 async def test_many_parked_sessions_of_one_owner_end_none_of_another(stand: RecoveringStand, tmp_path: Path) -> None:

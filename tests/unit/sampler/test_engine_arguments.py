@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import fovea_tinyvlm
+from benchmarks import random_checkpoint
 from fovea_sampler.engine import vllm_launch
 from fovea_sampler.engine.engine_arguments import (
     REFUSED,
@@ -104,6 +106,22 @@ def test_what_a_setting_fills_in_is_refused_with_its_name(tmp_path: Path) -> Non
     for name in filled:
         with pytest.raises(ValueError, match=f"{name} follows from Fovea's own --"):
             checked({name: 1}, MADE)
+
+
+def test_the_loader_of_a_shared_base_and_of_random_weights_is_foveas(tmp_path: Path) -> None:
+    shared = SamplerSettings(model=str(fovea_tinyvlm.ensure("qwen3")), shared_base=str(tmp_path / "base"))
+    random_checkpoint.copy(Path(shared.model), tmp_path / "random", 1)
+    for settings in (shared, SamplerSettings(model=str(tmp_path / "random"))):
+        made = vllm_launch._common_arguments(settings, AdapterCapacity(0, 0, 0))
+        with pytest.raises(ValueError, match="load_format must keep the value that Fovea gives it"):
+            checked({"load_format": "dummy"}, made)
+    own = vllm_launch._common_arguments(shared.model_copy(update={"shared_base": ""}), AdapterCapacity(0, 0, 0))
+    assert checked({"load_format": "dummy"}, own) == {"load_format": "dummy"}
+
+
+def test_a_socket_in_a_folder_that_does_not_exist_is_refused_at_once() -> None:
+    with pytest.raises(SystemExit, match=r"^s: --shared-base: the folder /nowhere does not exist"):
+        SamplerSettings.from_command_line("s", ["--model", "m", "--shared-base", "/nowhere/base"])
 
 
 def test_json_comes_by_argument_and_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:

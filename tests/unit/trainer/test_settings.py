@@ -15,9 +15,10 @@ from fovea_trainer.settings import TrainerSettings
         ("--expert-parallel 0", "--expert-parallel: Input should be greater than or equal to 1"),
         ("--nodes 0", "--nodes: Input should be greater than or equal to 1"),
         ("--nodes 2 --master-addr a --master-port 0", "--master-port: Input should be greater than or equal to 1"),
+        ("--ranks 1 --shared-base /nowhere/base", "--shared-base: the folder /nowhere does not exist"),
     ],
 )
-def test_wrong_nodes_are_refused_by_name(arguments: str, said: str) -> None:
+def test_wrong_settings_are_refused_by_name(arguments: str, said: str) -> None:
     with pytest.raises(SystemExit, match=said):
         TrainerSettings.from_command_line("trainer", ["--model", "m", *arguments.split()])
 

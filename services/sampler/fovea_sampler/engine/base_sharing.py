@@ -127,13 +127,17 @@ def _multiply_by_weight(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = nn.functional.linear
 
 
+def load_arguments(settings: SamplerSettings) -> dict[str, Any]:
+    """Returns vLLM's engine argument that chooses the loader of the weights; empty if vLLM's own loads them."""
+    if settings.shared_base:
+        return {"load_format": SHARED_FORMAT}
+    return {"load_format": RANDOM_FORMAT} if is_random(Path(settings.model)) else {}
+
+
 def configure(config: Any, settings: SamplerSettings) -> None:
-    """Chooses the loader of the weights for vLLM's configuration."""
+    """Tells the loader the path of the socket."""
     if settings.shared_base:
         config.additional_config[_SOCKET_KEY] = settings.shared_base
-        config.load_config.load_format = SHARED_FORMAT
-    elif is_random(Path(settings.model)):
-        config.load_config.load_format = RANDOM_FORMAT
 
 
 def register() -> None:

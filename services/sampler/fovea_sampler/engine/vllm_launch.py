@@ -251,6 +251,7 @@ def launch(config: "VllmConfig") -> "AsyncLLM":
 def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
+    from fovea_sampler.engine.base_sharing import load_arguments
     from fovea_sampler.engine.weight_loading import BACKEND as TRANSFER_BACKEND
     from fovea_sampler.vllm_patches.grammar_budget import BACKEND
 
@@ -281,6 +282,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         "disable_log_stats": False,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
+        **load_arguments(settings),
     }
     if capacity.batched:
         arguments |= {

@@ -89,10 +89,10 @@ def read_weights(model: Any, model_dir: Path, device: torch.device, base: Mapped
         # Tied parameters are sharded as one, so files with two different tensors cannot be represented.
         untied = tied.keys() - model.all_tied_weights_keys
         errors += [f"{name} differs from {tied[name]}, to which it is tied" for name in untied]
-    if base is not None and not errors:
-        errors = list(_too_large(model, base))
     if errors:
         raise ValueError(f"the weights in {model_dir} do not match its config.json: {errors[0]}")
+    if base is not None:
+        _check_own(model, base)
 
 
 def _shared(stored: Mapping[str, Any], base: MappedBase, device: torch.device) -> dict[str, Tensor]:
@@ -129,16 +129,17 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _too_large(model: nn.Module, base: MappedBase) -> Iterator[str]:
-    """Yields an error if the trainer would hold a large part of the base for itself."""
+def _check_own(model: nn.Module, base: MappedBase) -> None:
+    """Raises ValueError if the trainer would hold a large part of the base itself."""
     parameters = dict(model.named_parameters())
     own = {name: one.nbytes for name, one in parameters.items() if not base.holds(one)}
     whole_bytes = sum(one.nbytes for one in parameters.values())
     if sum(own.values()) > _OWN_SHARE * whole_bytes:
         largest = max(own, key=lambda name: own[name])
-        yield (
-            f"the sampler has {len(own)} of {len(parameters)} parameters not or in another form, the largest of them "
-            f"{largest}: give both services the same model and dtype, or start them without --shared-base"
+        raise ValueError(
+            f"the trainer would hold {len(own)} of {len(parameters)} parameters itself, because the sampler lacks them "
+            f"or stores them otherwise; the largest is {largest}. Give both services the same model and dtype, or "
+            "start them without --shared-base"
         )
 
 

@@ -1,4 +1,4 @@
-"""Ports that stay free until they are used."""
+"""Ports that stay free until they are used, and paths of sockets."""
 
 import pathlib
 import random
@@ -61,3 +61,21 @@ def test_without_room_below_they_come_from_the_kernel(monkeypatch: pytest.Monkey
     given.write_text("1024\t65535\n")
     monkeypatch.setattr(hosts, "_PORT_RANGE_FILE", given)
     assert len(set(hosts.free_ports(3))) == 3
+
+
+def test_a_path_at_which_no_socket_can_be_is_refused_with_its_reason(tmp_path: pathlib.Path) -> None:
+    own = tmp_path / "own"
+    hosts.check_socket_path(str(own))
+    longest = f"{tmp_path}/".ljust(107, "x")
+    hosts.check_socket_path(longest)
+    for path in (longest, str(own)):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)  # the kernel agrees
+    hosts.check_socket_path(str(own))
+    with pytest.raises(ValueError, match=r"x has 108 bytes, but a socket's path has at most 107"):
+        hosts.check_socket_path(f"{longest}x")
+    with pytest.raises(ValueError, match=f"the folder {tmp_path}/none does not exist"):
+        hosts.check_socket_path(f"{tmp_path}/none/base")
+    (tmp_path / "notes").touch()
+    with pytest.raises(ValueError, match="notes exists and is not a socket"):
+        hosts.check_socket_path(str(tmp_path / "notes"))
