@@ -167,7 +167,7 @@ class UpOptions:
             self.sampler_count,
             self.parameter_count,
             self.trainer_count,
-            # In the sampler's own folder, which is empty before each of its starts.
+            # Beside the services' temporary folder, because the trainer may look for it before that exists.
             f"{temporary_dir(self.state_dir)}.base" if self.shares_base else "",
         )
         return own, *self.further_models

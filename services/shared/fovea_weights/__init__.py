@@ -1,4 +1,4 @@
-"""Weights that trainer and sampler share: transfers in `weight_transfer`, and here checkpoints without data.
+"""Weights that trainer and sampler share: transfers in `weight_transfer`, and here layers and checkpoints without data.
 
 Benchmarks use the latter for models of any size, even if the disk is too small for them. Such a safetensors file has
 the usual header, with `random_seed` in its metadata, and a hole instead of data. Trainer and sampler do not read a
@@ -8,7 +8,9 @@ different numbers. `tools/benchmarks/random_checkpoint.py` writes such files.
 """
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,15 @@ SEED_ENTRY = "random_seed"
 
 _DEVIATION = 0.02
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def by_layer(names: Iterable[str]) -> list[list[str]]:
+    """Returns the names of tensors grouped by layer, in their order; those outside of layers form one group."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        found = re.match(r"\D*\d+\.", name)
+        layers[found.group() if found else ""].append(name)
+    return list(layers.values())
 
 
 class RandomSlice:

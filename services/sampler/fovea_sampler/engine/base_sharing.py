@@ -9,7 +9,6 @@ has mapped the weights and has taken the memory with which it begins. The traine
 import gc
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from fovea_sampler.engine import weight_loading
 from fovea_sampler.engine.manifest_check import Shape, checkpoint_directory, checkpoint_shapes
 from fovea_sampler.engine.weight_loading import RANDOM_FORMAT, RandomModelLoader, rename_of
 from fovea_sampler.settings import SamplerSettings
-from fovea_weights import is_random
+from fovea_weights import by_layer, is_random
 from fovea_weights.shared_memory import OwnedBase
 
 logger = logging.getLogger(__name__)
@@ -55,11 +54,9 @@ class SharedModelLoader(RandomModelLoader):
         super().load_weights(model, model_config)
         base = OwnedBase(next(model.parameters()).device)
         _owned[:] = [base]
-        layers: dict[str, list[nn.Parameter]] = defaultdict(list)
-        for name, parameter in model.named_parameters():
-            found = re.match(r"\D*\d+\.", name)
-            layers[found.group() if found else ""].append(parameter)
-        for parameters in layers.values():
+        named = dict(model.named_parameters())
+        for names in by_layer(named):
+            parameters = [named[name] for name in names]
             for parameter, copy in zip(parameters, base.move([one.data for one in parameters]), strict=True):
                 parameter.data = copy
             if parameters[0].is_cuda:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from fovea_trainer.model.expert_routing import is_experts
-from fovea_weights import random_slices
+from fovea_weights import by_layer, random_slices
 from fovea_weights.shared_memory import MappedBase
 
 _COMPARING_THREADS = 4
@@ -149,11 +148,8 @@ def _layers(tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     transformers' reader threads run ahead of the step that stacks experts. If they received all layers at once, they
     would hold the model twice.
     """
-    layers: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        found = re.match(r"\D*\d+\.", name)
-        layers[found.group() if found else ""][name] = tensor
-    yield from layers.values()
+    for names in by_layer(tensors):
+        yield {name: tensors[name] for name in names}
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
