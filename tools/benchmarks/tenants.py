@@ -5,17 +5,23 @@ forward_backward and optim_step, submitted together and then both awaited. The f
 those of a single tenant in the same run, in turns; the seconds of a step; fairness, the steps/s of the fastest tenant
 over the slowest's, 1 at best; and the fraction of time in which the trainer ran commands, which shows how much more
 tenants could gain by filling gaps.
+
+With `--sample`, each step is followed by a sampling client of the new weights, which draws that many tokens. With
+`--kill-after`, the trainer is killed once in each round of several tenants; a step that fails ends the program. While
+several tenants run, the program reads each second how far storage is behind and how much memory the trainer takes.
 """
 
 import argparse
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 import tinker
 
 from benchmarks.client import Bench, datum, take_step
@@ -30,6 +36,7 @@ class Tenant:
     bench: Bench
     training: tinker.TrainingClient
     data: list[tinker.Datum]
+    sampled_tokens: int
 
     @classmethod
     def open(cls, base_url: str, options: argparse.Namespace, number: int) -> "Tenant":
@@ -41,7 +48,7 @@ class Tenant:
             datum(bench.prompt(rng, half), bench.tokens(rng, options.length + 1 - half)) for _ in range(options.datums)
         ]
         assert all(one.model_input.length == options.length for one in data)
-        return cls(bench, bench.training(options.rank), data)
+        return cls(bench, bench.training(options.rank), data, options.sample)
 
     def take_steps(self, count: int, least_s: float, start: threading.Barrier) -> list[float]:
         """Takes at least `count` steps, and further ones until `least_s` seconds have passed.
@@ -54,8 +61,16 @@ class Tenant:
         while len(seconds) < count or time.perf_counter() < end:
             begun = time.perf_counter()
             take_step(self.training, self.data, 1e-5)
+            if self.sampled_tokens:
+                self._sample()
             seconds.append(time.perf_counter() - begun)
         return seconds
+
+    def _sample(self) -> None:
+        sampling = self.training.save_weights_and_get_sampling_client().result(600)
+        settings = tinker.SamplingParams(max_tokens=self.sampled_tokens)
+        answer = sampling.sample(self.data[0].model_input, num_samples=1, sampling_params=settings).result(600)
+        assert answer.sequences[0].tokens
 
 
 @dataclass
@@ -67,6 +82,7 @@ class Rounds:
     steps: list[float] = field(default_factory=list)
     busy_shares: list[float] = field(default_factory=list)
     cores: list[dict[str, float]] = field(default_factory=list)
+    storage: list["Storage"] = field(default_factory=list)
 
     def add(
         self, times: Sequence[Sequence[float]], datum_count: int, trainer_s: float, cores: dict[str, float]
@@ -79,6 +95,56 @@ class Rounds:
         self.steps.append(quantile([seconds for steps in times for seconds in steps], 0.5))
         self.busy_shares.append(trainer_s / max(whole))
         self.cores.append(cores)
+
+
+@dataclass
+class Storage:
+    """The largest values that were seen while tenants ran."""
+
+    lag_s: float = 0.0
+    waiting_gib: float = 0.0
+    host_gib: float = 0.0
+
+    def read(self, up: Path) -> None:
+        """Reads the trainer's metrics and the resident memory of its processes."""
+        try:
+            running = Running.read(up)
+            self.lag_s = max(self.lag_s, running.total("trainer", "fovea_trainer_durable_lag_seconds"))
+            waiting = running.total("trainer", "fovea_trainer_durable_waiting_bytes")
+            used = sum(one.memory_info().rss for one in trainer_processes(running))
+        except (OSError, psutil.NoSuchProcess):
+            return  # it starts again
+        self.waiting_gib, self.host_gib = max(self.waiting_gib, waiting / 2**30), max(self.host_gib, used / 2**30)
+
+    @contextmanager
+    def watched(self, up: Path, kill_after_s: float) -> Iterator[None]:
+        """Reads each second, and kills the trainer after `kill_after_s` seconds unless that is 0."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            kill_at = time.perf_counter() + kill_after_s if kill_after_s else float("inf")
+            while not ended.wait(1.0):
+                self.read(up)
+                if time.perf_counter() > kill_at:
+                    kill_at = float("inf")
+                    for one in trainer_processes(Running.read(up)):
+                        one.kill()
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def trainer_processes(running: Running) -> list[psutil.Process]:
+    """Returns the trainer's process and its children, the last first."""
+    if not (pid := running.pids["trainer"]):
+        return []
+    service = psutil.Process(pid)
+    return [*reversed(service.children(recursive=True)), service]
 
 
 def measure(tenants: Sequence[Tenant], steps: int, least_s: float = 0.0) -> list[list[float]]:
@@ -116,6 +182,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
         "each show the wait of the last one rather than the throughput",
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sample", type=int, default=0, help="tokens drawn from the new weights after each step")
 
 
 def settle(running: Running) -> None:
@@ -133,14 +200,20 @@ def report(count: int, rounds: Rounds, alone: Rounds, model: str, options: argpa
         "rank": options.rank,
         "steps": options.steps,
         "seconds": options.seconds,
+        "sampled_tokens": options.sample,
+        "killed_after_s": options.kill_after,
         "model": Path(model).name,
     }
     rates, steps = (alone.datum_rates, alone.steps) if count > 1 else (None, None)
     emit("tenants.datums", rounds.datum_rates, "datum/s", rates, **sizes, busy_cores=busy(rounds.cores))
     emit("tenants.step", rounds.steps, "s", steps, **sizes)
-    emit("tenants.trainer_busy", rounds.busy_shares, "of time", **sizes)
+    if not options.kill_after:  # a restarted trainer counts its commands from 0
+        emit("tenants.trainer_busy", rounds.busy_shares, "of time", **sizes)
     if count > 1:
         emit("tenants.slowest_over_fastest", rounds.unfairness, "ratio", **sizes)
+        emit("tenants.durable_lag", [one.lag_s for one in rounds.storage], "s", **sizes)
+        emit("tenants.snapshots_waiting", [one.waiting_gib for one in rounds.storage], "GiB", **sizes)
+        emit("tenants.trainer_memory", [one.host_gib for one in rounds.storage], "GiB", **sizes)
 
 
 def main() -> None:
@@ -148,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tenants", type=int, nargs="+", default=[1, 2, 4, 8], help="1 is always measured")
     add_options(parser, "fovea up")
+    parser.add_argument("--kill-after", type=float, default=0.0, help="seconds after which a round kills the trainer")
     options = parser.parse_args()
     running = Running.read(options.up)
     counts = sorted({1, *options.tenants})
@@ -157,9 +231,11 @@ def main() -> None:
     for _ in range(options.repeats):
         for count in counts:
             settle(running)
-            before = command_seconds(running)
-            with running.cores() as cores:
+            before, storage = command_seconds(running), Storage()
+            kill_after = options.kill_after if count > 1 else 0.0
+            with running.cores() as cores, storage.watched(options.up, kill_after):
                 times = measure(tenants[:count], options.steps, options.seconds if count > 1 else 0.0)
+            found[count].storage.append(storage)
             found[count].add(times, options.datums, command_seconds(running) - before, cores)
     for count in counts:
         report(count, found[count], found[1], running.model, options)
