@@ -19,7 +19,7 @@ from tests.contract.gateway.requests import Rest
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("POST", "auth/token", "JWTs"),
+        ("POST", "auth/token", "gateway.oidc_issuer is not set"),
         ("DELETE", "auth/apikey/me", "fovea keys revoke"),
         ("POST", "no_such_call", "POST /api/v1/no_such_call"),
     ],
