@@ -31,6 +31,9 @@ class Verdict:
 class Criterion(Protocol):
     """Checks the rows of metrics.jsonl."""
 
+    @property
+    def metric(self) -> str: ...
+
     def judge(self, rows: Metrics) -> Verdict: ...
 
 

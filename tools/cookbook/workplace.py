@@ -39,7 +39,7 @@ def lay_out(folder: Path, model_name: str, tokenizer: Path | None, seed: int = 0
         folder: Folder to create anew.
         model_name: Model name of the server.
         tokenizer: Folder of the tokenizer and image processor; None if the name itself is a folder.
-        seed: Seed of the conversations and problems to train on.
+        seed: Seed of all texts to train on.
         problems: Number of problems to train on.
     """
     shutil.rmtree(folder, ignore_errors=True)
@@ -56,10 +56,10 @@ def lay_out(folder: Path, model_name: str, tokenizer: Path | None, seed: int = 0
     _write(maths / "main/test.jsonl", material.maths_rows(8, seed=1))
     (maths / "README.md").write_text(_GSM8K_CARD)
     preferences = folder / "Anthropic/hh-rlhf"
-    _write(preferences / "train.jsonl", material.preference_rows(96, seed=0))
+    _write(preferences / "train.jsonl", material.preference_rows(96, 2 * seed))
     _write(preferences / "test.jsonl", material.preference_rows(8, seed=1))
-    _write(folder / PROMPT_DISTILLATION_FILE, material.distilled_rows(160, seed=0))
-    _write(folder / "tangqiaoyu/ToolAlpaca/train.jsonl", material.demonstration_rows(64, seed=0))
+    _write(folder / PROMPT_DISTILLATION_FILE, material.distilled_rows(160, 2 * seed))
+    _write(folder / "tangqiaoyu/ToolAlpaca/train.jsonl", material.demonstration_rows(64, 2 * seed))
     _write_pictures(folder / "dpdl-benchmark/caltech101")
 
 

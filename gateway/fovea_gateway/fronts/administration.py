@@ -281,8 +281,8 @@ class SignInRoutes:
         """Exchanges an ID token or an API key for a short-lived token, which is sent in place of an API key."""
         await read(request)
         if not self._sign_ins.is_on:
-            words = "it does not offer JWTs; send the API key itself, as X-API-Key"
-            raise NotFound(f"Fovea has no auth/token: {words}")
+            words = "without gateway.oidc_issuer there are no JWTs; send the API key itself, as X-API-Key"
+            raise NotFound(f"auth/token is not served: {words}")
         return Json({"jwt": self._sign_ins.exchange(key_of(request) or "", CALLER.get())}, headers=_UNSTORED)
 
     def _root(self, request: Request) -> str:

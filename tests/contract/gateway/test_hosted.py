@@ -19,7 +19,7 @@ from tests.contract.gateway.requests import Rest
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("POST", "auth/token", "JWTs"),
+        ("POST", "auth/token", "without gateway.oidc_issuer"),
         ("DELETE", "auth/apikey/me", "fovea keys revoke"),
         ("POST", "no_such_call", "POST /api/v1/no_such_call"),
     ],

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recipes import VERSION, RunFailed, curve_of, planned
+from benchmarks.recipes import VERSION, RunFailed, curve_of, measured_by, planned
 from cookbook.recipe import Situation
+from cookbook.recipes import RECIPES
 from cookbook.running import Result
 
 
@@ -37,3 +38,17 @@ def test_the_curve_is_the_reward_of_each_step(tmp_path: Path) -> None:
     assert curve_of(run, result(2), tmp_path) == [0.1, 0.2]
     with pytest.raises(RunFailed, match="rl_loop: ended with code 1"):
         curve_of(run, result(0, "ended with code 1"), tmp_path)
+
+
+def test_a_listed_run_keeps_the_small_sizes_and_selects_its_data_by_seed() -> None:
+    (run,) = planned({}, {}, ["vlm_classifier"], seed=2)
+    listed = next(one for one in RECIPES if one.name == "vlm_classifier")
+    assert run.options == listed.options | {"subset_seed": 2}
+    assert measured_by(run).metric == "accuracy"
+    start, distilled = planned({}, {"learning_rate": "1e-3"}, ["sdft_reverse_kl"])
+    assert (start.name, start.options["learning_rate"]) == ("prompt_distillation", 3e-3)
+    assert (distilled.options["learning_rate"], distilled.options["groups_per_batch"]) == ("1e-3", 9)
+
+
+def test_a_run_with_rewards_is_measured_by_them() -> None:
+    assert measured_by(planned({"rl_train": 3}, {})[-1]).metric == "env/all/correct"
