@@ -5,10 +5,14 @@ keyboard focus and a lost gateway.
 """
 
 import os
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
+from fovea_gateway.database.schema import models
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
@@ -25,6 +29,19 @@ _SHOWN = (
 _TITLES = (
     "return [...document.querySelectorAll('#run .curve figcaption span:first-child')].map((one) => one.textContent)"
 )
+
+_CUT = (
+    "return [...document.querySelectorAll('#models :is(.name, .what)')]"
+    ".filter((one) => one.scrollHeight > one.clientHeight + 1 || one.scrollWidth > one.clientWidth + 1)"
+    ".map((one) => one.textContent)"
+)
+_BELOW = (
+    "return [...document.querySelectorAll('.pair > *')].map((one) => Math.round("
+    "one.parentElement.getBoundingClientRect().bottom - one.lastElementChild.getBoundingClientRect().bottom))"
+)
+_MANY = 70
+"""Runs: more than a frame moves in the list."""
+_IN_ORDER = "return [...document.querySelectorAll('#models li')].map((one) => one.model).join() === arguments[0].join()"
 
 
 async def _step(rest: Rest, model_id: str, number: int) -> None:
@@ -99,6 +116,8 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
         leave = "document.querySelector('#run .u-over').dispatchEvent(new PointerEvent('pointerleave'))"
         await see(browser.run, leave)
         assert await see(browser.run, _TITLES) == ["Loss, sum of the step", "Held-out accuracy", "Learning rate"]
+        assert await see(browser.run, _CUT) == [], "names of runs that differ at their ends"
+        assert await see(browser.run, _BELOW) == [0, 0], "a hole below a short section beside a tall one"
         if PICTURES:
             await see(browser.pictures, Path(PICTURES), "contract", 2400)
         await see(browser.show, 390, True)
@@ -141,3 +160,23 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
         await stand.start()
         await see(browser.wait_text, "#link", "live")
         await see(browser.wait_text, "#run .state", "ready")
+
+
+def _use(model_ids: list[str], connection: sa.Connection) -> None:
+    for number, model_id in enumerate(model_ids):
+        used = sa.update(models).where(models.c.model_id == model_id)
+        connection.execute(used.values(last_request_at=time.time() + number))
+
+
+async def test_a_long_list_that_turns_round_is_in_order_and_keeps_the_focus(tmp_path: Path, browser: Browser) -> None:
+    async with running(Stand(tmp_path)) as stand, stand.http() as http:
+        assert stand.gateway is not None
+        rest, database = Rest(http), stand.gateway.components.database
+        model_ids = [await rest.create_model(number) for number in range(_MANY)]
+        await database.write(partial(_use, model_ids))
+        await see(browser.open, f"{stand.url}/")
+        await see(browser.wait, _IN_ORDER, list(reversed(model_ids)))
+        await see(browser.click, f"#models button[title='{model_ids[-1]}']")
+        await database.write(partial(_use, list(reversed(model_ids))))
+        await see(browser.wait, _IN_ORDER, model_ids)
+        assert await see(browser.run, _FOCUS) == ["BUTTON", model_ids[-1]]
