@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -57,7 +58,7 @@ def test_a_model_in_bfloat16_has_the_stream_that_the_trainer_gives_it(name: str,
     config = _config(directory, "bfloat16")
     text = AutoConfig.from_pretrained(directory).get_text_config()
     is_wide = text.model_type in LLAMA_LIKE
-    assert config.additional_config == ({"fovea_float32_residual": True} if is_wide else {})
+    assert config.additional_config == ({"fovea_float32_layers": True} if is_wide else {})
     with _one_worker(config, tmp_path), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
         model = initialize_model(config)
     if is_wide:
@@ -91,3 +92,14 @@ def _check(found: torch.Tensor, total: torch.Tensor, weight: torch.Tensor) -> No
     exact = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPSILON) * weight
     assert found.dtype == torch.bfloat16
     assert (found.double() / exact - 1).abs().max() < 1.01 * 2**-8
+
+
+def test_a_gated_mlp_rounds_its_float32_products_once() -> None:
+    products = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * 4
+    with set_current_vllm_config(VllmConfig()):
+        act: Any = SiluAndMul()
+    act.fovea_dtype = torch.bfloat16
+    found = float32_residual._silu_and_mul(act, products)
+    gate, up = products.double().chunk(2, dim=-1)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() / (torch.nn.functional.silu(gate) * up) - 1).abs().max() < 1.01 * 2**-8

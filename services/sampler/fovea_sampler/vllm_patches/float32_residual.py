@@ -1,10 +1,12 @@
 """Keeps the residual stream of language models with Llama's layers in float32, as the trainer does.
 
-Replaces: the results of `vllm.model_executor.layers.layernorm.RMSNorm` between the layers of a model; wraps
+Replaces: the results of `vllm.model_executor.layers.layernorm.RMSNorm` between the layers of a model; on a GPU also
+    those of `o_proj`, `gate_up_proj`, `down_proj` and their `SiluAndMul`; wraps
     `vllm.v1.worker.gpu_worker.Worker.load_model`.
 Why: vLLM rounds the sum of all layers so far to the model's dtype after each half of a layer. In bfloat16 this causes
     more of the difference to the trainer than any other rounding (`python -m benchmarks.roundings`). With the patch, a
     norm adds in float32, returns the sum in float32 for the next norm, and rounds only its own result.
+    The products that are added to the stream, and those of a gated MLP up to silu(gate) * up, stay in float32 too.
     Models of other families and models in float32 keep vLLM's code.
 Upstream: none filed; vllm-project/vllm issue 52104 is about another rounding of the same sum.
 Delete when: vLLM has an option for a float32 residual stream of all models in `LLAMA_LIKE`.
@@ -15,17 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from vllm import ir
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.worker.gpu_worker import Worker
 
 from fovea.runtime.model_files import LLAMA_LIKE
 
-_KEY = "fovea_float32_residual"
+_KEY = "fovea_float32_layers"
 """The entry of vLLM's `additional_config` that is true for a model with a float32 stream.
 
 vLLM includes the entry in the key of compiled code, so it never loads code that was compiled without the patch.
 """
+_TO_STREAM = ("o_proj", "down_proj")
+"""Modules whose outputs are added to the stream."""
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 
@@ -69,6 +76,33 @@ def widen(model: Any, layer_count: int) -> None:
         raise RuntimeError(f"{type(model).__name__} has {len(norms)} norms between its {layer_count} layers")
     for norm in norms:
         norm._forward_method = MethodType(_norm, norm)
+    for name, module in language.named_modules():
+        if name.rpartition(".")[2] in _TO_STREAM:
+            _widen_product(module)
+        gated = hasattr(module, "gate_up_proj") and isinstance(getattr(module, "act_fn", None), SiluAndMul)
+        if gated and (dtype := _widen_product(module.gate_up_proj)):
+            module.act_fn.fovea_dtype = dtype
+            module.act_fn._forward_method = MethodType(_silu_and_mul, module.act_fn)
+
+
+def _widen_product(module: Any) -> torch.dtype | None:
+    """Makes a linear module, with or without adapters, return float32 on a GPU.
+
+    Returns the dtype of its weight, or None if the module keeps vLLM's product.
+    """
+    base = getattr(module, "base_layer", module)
+    method = getattr(base, "quant_method", None)
+    if not isinstance(method, UnquantizedLinearMethod) or not base.weight.is_cuda:
+        return None
+    method._gemm_impl = _wide_product
+    dtype: torch.dtype = base.weight.dtype
+    return dtype
+
+
+def _silu_and_mul(act: Any, products: Tensor) -> Tensor:
+    """Replaces the forward pass of SiluAndMul: rounds only the result of the float32 products."""
+    gate, up = products.chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(act.fovea_dtype)
 
 
 def _norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -78,3 +112,10 @@ def _norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tupl
         stream = stream + residual
     normed = ir.ops.rms_norm(stream, weight.float(), norm.variance_epsilon).to(weight.dtype)
     return normed if residual is None else (normed, stream)
+
+
+def _wide_product(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Replaces vLLM's product of a module: the output stays in float32."""
+    flat = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+    output = flat.view(*x.shape[:-1], -1)
+    return output if bias is None else output + bias

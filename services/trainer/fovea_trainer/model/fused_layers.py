@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fovea.runtime.model_files import LLAMA_LIKE
-from fovea_trainer.model.lora_linear import shared_products
+from fovea_trainer.model.lora_linear import shared_products, widen
 from fovea_trainer.model.packed_attention import packed_attention
 
 Result = TypeVar("Result")
@@ -63,7 +63,8 @@ def fuse_language(model: Any) -> None:
     """Fuses the language layers of a `LLAMA_LIKE` model, and gives it a residual stream of `stream_dtype`.
 
     The stream widens in the first layer, because rotary embeddings have the dtype of the decoder's input. Each norm
-    returns the model's dtype, in which attention and MLP compute.
+    returns the model's dtype, in which attention and MLP compute. On a GPU, products that are added to the stream, and
+    those of a gated MLP, are not rounded either: rounded, they would cause a third of the difference to the sampler.
     """
     decoder = model.get_decoder()
     widens = stream_dtype(decoder.config.model_type, model.dtype) != model.dtype
@@ -71,8 +72,12 @@ def fuse_language(model: Any) -> None:
     for layer in decoder.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.forward = MethodType(norm_forward, norm)
-        if hasattr(layer.mlp, "gate_proj"):
+        dense = hasattr(layer.mlp, "gate_proj")
+        if dense:
             layer.mlp.forward = MethodType(_mlp, layer.mlp)
+        if widens:
+            mlp = layer.mlp
+            widen(layer.self_attn.o_proj, *((mlp.gate_proj, mlp.up_proj, mlp.down_proj) if dense else ()))
         if hasattr(layer.self_attn, "q_norm"):
             layer.self_attn.forward = MethodType(_attention, layer.self_attn)
     if widens:
@@ -109,8 +114,27 @@ def _widen(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _mlp(mlp: Any, hidden: Tensor) -> Tensor:
-    product: Tensor = mlp.down_proj(swiglu(*shared_products(hidden, mlp.gate_proj, mlp.up_proj)))
+    gate, up = shared_products(hidden, mlp.gate_proj, mlp.up_proj)
+    rounds: Any = _RoundedSwiglu.apply
+    gated = swiglu(gate, up) if gate.dtype == hidden.dtype else rounds(gate, up, hidden.dtype)
+    product: Tensor = mlp.down_proj(gated)
     return product
+
+
+class _RoundedSwiglu(torch.autograd.Function):
+    """silu(gate) * up of float32 products, rounded once to the model's dtype, as the sampler computes it.
+
+    The backward pass retains gate and up in the model's dtype, in half of the memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_TI: Tensor, up_TI: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(gate_TI.to(dtype), up_TI.to(dtype))
+        return rounded_swiglu(gate_TI, up_TI, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *swiglu_gradients(grads[0], *ctx.saved_tensors), None
 
 
 def _attention(
@@ -148,6 +172,20 @@ def residual_norm(stream_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor
 def swiglu(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     """Returns silu(gate) * up (Shazeer, 2020)."""
     return functional.silu(gate_TI) * up_TI
+
+
+@fused
+def rounded_swiglu(gate_TI: Tensor, up_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns silu(gate) * up of float32 tensors, rounded once, as `vllm_patches/float32_residual.py` computes it."""
+    return (functional.silu(gate_TI) * up_TI).to(dtype)
+
+
+@fused
+def swiglu_gradients(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and up in float32, where silu'(g) = s + g s (1 - s) with s = sigmoid(g)."""
+    grad, gate, up = grad_TI.float(), gate_TI.float(), up_TI.float()
+    share = torch.sigmoid(gate)
+    return grad * up * (share + gate * share * (1 - share)), grad * gate * share
 
 
 @fused

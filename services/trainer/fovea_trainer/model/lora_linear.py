@@ -134,6 +134,11 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+def _biased_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    output = product(x, weight.T)
+    return output if bias is None else output.add_(bias)
+
+
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
     """Adds scale * left right to `total`, summed in float32. On a GPU this makes no float32 copies of the operands."""
     if total.is_cuda and left.dtype != total.dtype:
@@ -159,29 +164,45 @@ added; or None, in which case the weight itself receives a gradient if it requir
 def shared_products(x: Tensor, *modules: Any) -> Sequence[Tensor]:
     """Returns the outputs of linear modules for one input. A LoraInjector has activated their trained tensors."""
     trained = [module.trained() for module in modules]
-    frozen = [one is None and not module.weight.requires_grad for module, one in zip(modules, trained, strict=True)]
+    is_wide = x.is_cuda and getattr(modules[0], "is_wide", False)
+    frozen = [
+        one is None and not module.weight.requires_grad and not is_wide
+        for module, one in zip(modules, trained, strict=True)
+    ]
     if any(frozen):
         return [
             functional.linear(x, module.weight, module.bias) if plain else products(x, [module], [one])[0]
             for module, one, plain in zip(modules, trained, frozen, strict=True)
         ]
-    return products(x, modules, trained)
+    return products(x, modules, trained, is_wide)
 
 
-def products(x: Tensor, modules: Sequence[nn.Linear], trained: Sequence[Trained]) -> tuple[Tensor, ...]:
+def products(
+    x: Tensor, modules: Sequence[nn.Linear], trained: Sequence[Trained], is_wide: bool = False
+) -> tuple[Tensor, ...]:
     """Returns x W' + bias of each module, plus scale * (x A') B' for a module with an adapter.
 
     Args:
         x: [..., in], in the dtype of the weights.
         modules: The modules.
         trained: The trained tensor of each module. A weight with an adapter receives no gradient.
+        is_wide: Return float32, without rounding to the dtype of the weights.
+
+    Returns:
+        [..., out] of each module.
     """
     apply: Any = _Products.apply
     # Passing A to autograd makes the outputs part of the graph even if x is not.
     leaves = [one.a for one in trained if isinstance(one, LoraPair)]
     weights, biases = [module.weight for module in modules], [module.bias for module in modules]
-    found: tuple[Tensor, ...] = apply(x.reshape(-1, x.shape[-1]), trained, *weights, *biases, *leaves)
+    found: tuple[Tensor, ...] = apply(x.reshape(-1, x.shape[-1]), trained, is_wide, *weights, *biases, *leaves)
     return tuple(output.view(*x.shape[:-1], -1) for output in found)
+
+
+def widen(*modules: Any) -> None:
+    """Makes linear modules return float32 on a GPU, as the sampler's do (`vllm_patches/float32_residual.py`)."""
+    for module in modules:
+        module.is_wide = True
 
 
 class _Products(torch.autograd.Function):
@@ -191,16 +212,19 @@ class _Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trained: Sequence[Trained], *given: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, trained: Sequence[Trained], is_wide: bool, *given: Tensor | None
+    ) -> tuple[Tensor, ...]:
         count = len(trained)
         weights, biases = given[:count], given[count : 2 * count]
         outputs, lows = [], []
         for one, weight, bias in zip(trained, weights, biases, strict=True):
             assert weight is not None
-            output = functional.linear(x, weight, bias)
+            output = _biased_product(x, weight, bias) if is_wide else functional.linear(x, weight, bias)
             if isinstance(one, LoraPair):
                 lows.append(one.project(x))
-                one.add_output(output, lows[-1])
+                add: Any = one.add_wide_output if is_wide else one.add_output
+                add(output, lows[-1])
             outputs.append(output)
         ctx.save_for_backward(x, *weights, *lows)
         ctx.trained = trained
@@ -213,21 +237,22 @@ class _Products(torch.autograd.Function):
         lows = iter(saved[count:])
         d_x: Tensor | None = None
         d_weights: list[Tensor | None] = [None] * count
-        for place, (one, weight, grad) in enumerate(zip(ctx.trained, saved[:count], grads, strict=True)):
+        for place, (one, weight, wide_grad) in enumerate(zip(ctx.trained, saved[:count], grads, strict=True)):
+            grad = wide_grad.to(weight.dtype)
             if ctx.needs_input_grad[0]:
                 d_x = grad @ weight if d_x is None else d_x.addmm_(grad, weight)
             if isinstance(one, LoraPair):
                 one.add_gradients(grad, x, next(lows), d_x)
             elif one is not None:
                 add_product(gradient_of(one), grad.T, x)
-            elif ctx.needs_input_grad[2 + place]:
+            elif ctx.needs_input_grad[3 + place]:
                 d_weights[place] = product(grad.T, x)
-        needs_bias = ctx.needs_input_grad[2 + count : 2 + 2 * count]
+        needs_bias = ctx.needs_input_grad[3 + count : 3 + 2 * count]
         d_biases = [
             grad.sum(0, dtype=torch.float32) if needed else None for grad, needed in zip(grads, needs_bias, strict=True)
         ]
-        leaves = len(ctx.needs_input_grad) - 2 - 2 * count
-        return d_x, None, *d_weights, *d_biases, *[None] * leaves
+        leaves = len(ctx.needs_input_grad) - 3 - 2 * count
+        return d_x, None, None, *d_weights, *d_biases, *[None] * leaves
 
 
 def embedding(tokens_T: Tensor, weight_VD: Tensor) -> Tensor:

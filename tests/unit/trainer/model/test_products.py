@@ -68,7 +68,8 @@ def _assert_near(found: Sequence[Any], exact: Sequence[Tensor], magnitudes: Sequ
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_autograd_and_add_up(kind: str, seed: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_gradients_are_those_of_autograd_and_add_up(is_wide: bool, kind: str, seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     modules, bound = _modules(dtype, generator), BOUNDS[dtype]
     pairs = [_pair(module, generator) for module in modules] if kind == "adapters" else []
@@ -77,12 +78,13 @@ def test_gradients_are_those_of_autograd_and_add_up(kind: str, seed: int, dtype:
     sums: list[list[Tensor]] = []
     for _ in range(2):
         x = torch.randn(2, 9, 24, generator=generator).to(dtype).requires_grad_()
-        found = products(x, modules, trained)  # type: ignore[arg-type]
-        directions = [torch.randn(output.shape, generator=generator).to(dtype) for output in found]
+        found = products(x, modules, trained, is_wide)  # type: ignore[arg-type]
+        assert {output.dtype for output in found} == {torch.float32 if is_wide else dtype}
+        directions = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in found]
         torch.autograd.backward(found, directions)
         outputs, gradients = _exact(x, modules, pairs, directions, positive=False)
         output_sizes, sizes = _exact(x, modules, pairs, directions, positive=True)
-        _assert_near(found, outputs, output_sizes, bound)
+        _assert_near(found, outputs, output_sizes, BOUNDS[torch.float32] if is_wide and not pairs else bound)
         _assert_near([x.grad], gradients[:1], sizes[:1], bound)
         sums = [*sums, gradients[1:], sizes[1:]]
     exact, magnitude = ([one + other for one, other in zip(*sums[place::2], strict=True)] for place in (0, 1))
