@@ -26,7 +26,7 @@ const FIRST = [[["loss_per_token", "loss_sum"], ["held_out_loss", "forward_loss_
 const LOOP_STEP = "loop_step", KEPT_STEP = "kept_step";
 
 const models = new Map(), items = new Map();
-let order = [], selected = view.run;
+let order = [], selected = view.run, isAutomatic = false;
 let pending = {}, drawing = false, stop = null, samplesTold = null;
 let isDead = false, toldAt = Date.now();
 
@@ -141,6 +141,7 @@ function filterModels() {
 function select(id) {
   const before = selected;
   selected = id;
+  isAutomatic = false;
   if (view.run !== id) change({ run: id, beside: view.beside.filter((one) => one !== id) });
   for (const model of [before, id]) items.get(model)?.querySelector("button")?.setAttribute("aria-current", model === id);
   showRun();
@@ -206,7 +207,9 @@ function render() {
   if (changed) {
     const latest = new Map(changed.map((model) => [model.id, model]));
     showModels([...latest.values()]);
-    if (!models.has(selected) && order.length) { const parts = partsOf(); select(order.find((id) => !parts.has(id)) ?? order[0]); }
+    // The page selects a run by itself until the user does. Names may arrive after the models, and only with them is a part known.
+    const parts = partsOf(), isLost = !models.has(selected) || (isAutomatic && parts.has(selected));
+    if (isLost && order.length) { select(order.find((id) => !parts.has(id)) ?? order[0]); isAutomatic = true; }
     else if (latest.has(selected) || !models.size) showRun();
     else if ([...latest.keys()].some(isBeside)) showCharts();
     if (samplesTold) takeSamples({ ...samplesTold, version: samplesTold.version }, nameOfSource);
