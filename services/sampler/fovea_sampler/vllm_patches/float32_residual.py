@@ -32,7 +32,7 @@ _KEY = "fovea_float32_layers"
 vLLM includes the entry in the key of compiled code, so it never loads code that was compiled without the patch.
 """
 _TO_STREAM = ("o_proj", "down_proj")
-"""Modules whose outputs are added to the stream."""
+"""Modules that add to the stream."""
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 
