@@ -94,9 +94,8 @@ class Peer(ABC):
             return
         except FoveaError as error:
             # Services start in parallel and the gateway is ready first, so a wait for the others is no failure.
-            is_start = isinstance(error, Unavailable) and self.is_starting
-            reason = "" if is_start and self._is_younger_than(_QUIET_S) else str(error)
-            self.mark_down(reason, logging.INFO if is_start else logging.WARNING)
+            level = logging.INFO if isinstance(error, Unavailable) and self.is_starting else logging.WARNING
+            self.mark_down("" if level == logging.INFO and self._is_younger_than(_QUIET_S) else str(error), level)
             return
         self.answers, self.reason, self._reported_level = True, "", logging.NOTSET
         if not self.up and (is_first or await self.prepare()):
@@ -109,8 +108,7 @@ class Peer(ABC):
         now = time.monotonic()
         if level > self._reported_level or (reason and now - self._reported_at >= _REPEAT_S):
             state = "is not used" if level > logging.INFO else "does not answer yet"
-            words = f"{state}: {reason or 'waiting for it'}"
-            logger.log(level, "%s %s %s", self.service, self.address, words)
+            logger.log(level, "%s %s %s: %s", self.service, self.address, state, reason or "waiting for it")
             self._reported_level, self._reported_at = level, now
         self.answers, self.up, self.reason = False, False, reason
         self._on_change()

@@ -45,7 +45,7 @@ class LoopProgress(ProgressLines):
                 return
 
     def discount(self, trajectories: Sequence[Trajectory]) -> None:
-        """Removes the finished rollouts of a group that was cancelled, or whose step is over."""
+        """Removes the finished rollouts of a cancelled group, or of a group of a finished step."""
         self._finished -= len(trajectories)
         self._failed -= {one.conversation for one in trajectories}
         self._show_rollouts()
