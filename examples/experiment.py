@@ -238,7 +238,7 @@ class Experiment:
         own = {name: value for name, value in report.metrics.items() if not name.startswith("trainer/")}
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
         self._say(
-            f"step {report.step}: reward {report.reward_mean:.3f}, signal {report.signal_share:.2f}, "
+            f"step {report.step + 1}: reward {report.reward_mean:.3f}, signal {report.signal_share:.2f}, "
             f"KL {report.base_kl or 0.0:.3f}, moved {report.moved_kl or 0.0:.4f} at {report.rate_share:.2f}, "
             f"{_shown(own)}; {seconds}"
         )

@@ -191,10 +191,10 @@ def fine_tune(
 def _stop_line(folder: pathlib.Path) -> str:
     file = folder / "state.json"
     step = FineTuneState.read(file).step if file.exists() else 0
-    return (
-        f"stopped: call fine_tune again with the same settings and rows and out={str(folder)!r} to resume after step"
-        f" {step}"
-    )
+    again = f"call fine_tune again with the same settings and rows and out={str(folder)!r}"
+    if not step:
+        return f"stopped before the first evaluation finished, so nothing is kept: {again} to begin again"
+    return f"stopped: {again} to resume after step {step}"
 
 
 _ROWS = ("rows", "held-out rows")

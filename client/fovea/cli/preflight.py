@@ -359,6 +359,17 @@ def check_specs(specs: Sequence[ServiceSpec], settings: Sequence[Setting]) -> No
                 raise StartRefused(_flag(spec.kind, name, settings), message)
 
 
+def check_database(specs: Sequence[ServiceSpec], settings: Sequence[Setting]) -> None:
+    """Connects once to the gateway's PostgreSQL, if it has one. Raises StartRefused if that fails."""
+    check = importlib.import_module("fovea_gateway.database.sql_engine").check_connection
+    gateway = next(spec for spec in specs if spec.kind == "gateway")
+    with _environment(gateway.environment):
+        try:
+            check(settings_class("gateway").from_command_line("gateway", list(gateway.arguments[2:])).database_url)
+        except FoveaError as error:
+            raise StartRefused(_flag("gateway", "database_url", settings), error.message) from None
+
+
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)

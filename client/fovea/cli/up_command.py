@@ -259,7 +259,9 @@ def _check_services(options: UpOptions, trainer_gpus: str, sampler_gpus: str) ->
     """Checks names, settings and memory of all services. Raises StartRefused."""
     preflight.check_names(options.models)
     os.environ.pop(KEYS_VARIABLE, None)  # only the gateway may see the keys
-    preflight.check_specs(service_specs(options), options.settings)
+    specs = service_specs(options)
+    preflight.check_specs(specs, options.settings)
+    preflight.check_database(specs, options.settings)
     preflight.check_memory(options.models)
     gpu_layout.check_free(options, trainer_gpus, sampler_gpus)
 

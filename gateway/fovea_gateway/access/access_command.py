@@ -28,7 +28,7 @@ from fovea_gateway.access.api_keys import (
     nameless,
     random_key,
 )
-from fovea_gateway.access.audit_log import DRAIN, OK, Action, put_entries, question_of, read_entries
+from fovea_gateway.access.audit_log import DRAIN, OK, Action, put_entries, question_of, read_entries, with_values
 from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.database import Job, Result
 from fovea_gateway.database.migrations import find_revision
@@ -123,12 +123,16 @@ def _change(arguments: argparse.Namespace, words: str, event: str, **values: flo
 
 
 def _list_owners(arguments: argparse.Namespace) -> None:
-    found = run(arguments, all_owners)
-    print_table(_HEAD, map(_row, found))
+    def read(connection: sa.Connection) -> dict[str, Owner]:
+        found = {name: Owner(name) for name in connection.scalars(sa.select(keys.c.owner).distinct())}
+        return found | {each.owner: each for each in all_owners(connection)}
+
+    print_table(_HEAD, (_row(owner) for _, owner in sorted(run(arguments, read).items())))
 
 
 def _row(owner: Owner) -> tuple[str, ...]:
-    return (_shown(owner.owner), f"{owner.weight:g}", *(f"{getattr(owner, name):.16g}" for name in LIMITS))
+    limits = (getattr(owner, name) for name in LIMITS)
+    return (_shown(owner.owner), f"{owner.weight:g}", *(f"{limit:.16g}" if limit else "default" for limit in limits))
 
 
 def _set_owner(arguments: argparse.Namespace) -> None:
@@ -139,7 +143,8 @@ def _set_owner(arguments: argparse.Namespace) -> None:
         given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
         changed = Owner(**{**vars(known), **given}).checked()
         put_owner(connection, changed)
-        _note(connection, "owners set", "owner_set", changed.owner)
+        audited = with_values(changed.owner, {name: getattr(changed, name) for name in FIELDS})
+        _note(connection, "owners set", "owner_set", audited)
         return changed
 
     try:
@@ -345,11 +350,9 @@ def _add_keys(programs: Any) -> None:
 
 
 def _add_owners(programs: Any) -> None:
-    words = (
-        "Manages each owner's share of trainer and samplers, and its limits. A limit of 0 leaves the gateway's default."
-    )
+    words = "Manages owners' shares of trainer and samplers, and their limits. A limit of 0 leaves the default."
     owners = programs.add_parser("owners", description=words).add_subparsers(required=True)
-    listing = owners.add_parser("list", description="Show all records. An owner without a record has the defaults.")
+    listing = owners.add_parser("list", description="Show all owners with a record or a key.")
     listing.set_defaults(run=_list_owners)
     setting = owners.add_parser(
         "set", description="Change an owner's record. Options that are not given keep their values."

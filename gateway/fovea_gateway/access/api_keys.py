@@ -30,7 +30,6 @@ PREFIX = "tml-"
 """The prefix that the SDK requires of every key."""
 PUBLISHED = "tml-local"
 """The key printed in the documentation, so it is accepted only from programs on this machine."""
-
 _LOOK_S = 1.0
 _KEY_BYTES = 32
 _ID_LENGTH = 12
@@ -72,9 +71,10 @@ class Caller:
     def require(self, scope: Scope, what: str) -> None:
         """Raises PermissionDenied, which names `what`, if the key lacks the scope."""
         if not self.scope.includes(scope):
+            owner = "NAME" if self.owner == nameless(hash_key(PUBLISHED)) else self.owner
             raise PermissionDenied(
                 f"this API key ({self.key_id}) has scope {self.scope}, and {what} needs {scope}: use another key of "
-                f"yours, or ask the operator for one (`fovea keys create --owner {self.owner} --scope {scope}`)",
+                f"yours, or ask the operator for one (`fovea keys create --owner {owner} --scope {scope}`)",
                 scope=scope.value,
             )
 

@@ -151,6 +151,11 @@ class Question(NamedTuple):
     values: Mapping[str, str]
 
 
+def with_values(object_id: str, values: Mapping[str, float]) -> str:
+    """Returns an `object_id` with the values that it has now; those that are 0 are left out."""
+    return f"{object_id}/{','.join(f'{name}={value:.16g}' for name, value in values.items() if value)}"
+
+
 def check_event(route: str) -> None:
     """Raises Internal if a route or method has neither an event nor a place in `UNLOGGED`."""
     if route not in EVENTS and route not in UNLOGGED:

@@ -26,7 +26,7 @@ import sqlalchemy as sa
 from fovea.wire.errors import Unavailable
 from fovea_gateway.database import migrations
 from fovea_gateway.database.ownership import SessionOwnership, Shards, Superseded, make_ownership, see_whole
-from fovea_gateway.database.sql_engine import DiskReserve, describe, is_lost, make_engine, parse_url, translate
+from fovea_gateway.database.sql_engine import DiskReserve, describe, is_lost, make_engine, parse_url, refusal, translate
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class Writer:
                 self._drop()
                 reason = str(error.orig).strip()
                 if not is_lost(error) or time.monotonic() > give_up_at:
-                    raise Unavailable(f"{self._name} rejects the connection: {reason}") from None
+                    raise refusal(self._engine.url, error) from None
             if reason != said:
                 logger.info("%s: %s", self._name, reason)
                 said = reason

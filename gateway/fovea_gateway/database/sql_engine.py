@@ -75,7 +75,24 @@ def describe(url: sa.URL) -> str:
 
 def refusal(url: sa.URL, error: sa.exc.DBAPIError) -> Unavailable:
     """Returns a database's error in one line, with the database's name."""
-    return Unavailable(f"{describe(url)}: {' '.join(str(error.orig).split())}")
+    said = " ".join(str(error.orig).split())
+    # psycopg has no SQLSTATE for a connection that fails, so only the text tells that the server refused the user.
+    way = " cannot be reached" if is_lost(error) and "FATAL" not in said else ""
+    return Unavailable(f"{describe(url)}{way}: {said}")
+
+
+def check_connection(url: str) -> None:
+    """Connects once to a PostgreSQL; leaves other databases alone. Raises InvalidInput or Unavailable."""
+    parsed = parse_url(url) if url else None
+    if parsed is None or parsed.get_backend_name() == "sqlite":
+        return
+    engine = make_engine(parsed, 1)
+    try:
+        engine.connect().close()
+    except sa.exc.DBAPIError as error:
+        raise refusal(parsed, error) from None
+    finally:
+        engine.dispose()
 
 
 def make_engine(url: sa.URL, connections: int) -> sa.Engine:

@@ -21,8 +21,8 @@ from starlette.routing import Route
 from fovea.api.v1 import admin_pb2 as pb
 from fovea.api.v1 import admin_pb2_grpc
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unauthenticated
-from fovea_gateway.access.api_keys import CALLER, Key, KeyRing, Scope, parse_scope
-from fovea_gateway.access.audit_log import ENTRY_BYTES, MOST_LISTED, SEARCHED, AuditLog, question_of
+from fovea_gateway.access.api_keys import CALLER, SUBJECT, Key, KeyRing, Scope, parse_scope
+from fovea_gateway.access.audit_log import ENTRY_BYTES, MOST_LISTED, SEARCHED, AuditLog, question_of, with_values
 from fovea_gateway.access.oidc import CALLBACK
 from fovea_gateway.access.owners import FIGURES, LIMITS, Owner, Owners, stored_checkpoints, usage_for
 from fovea_gateway.access.sign_ins import LOGIN_S, SignIns
@@ -125,6 +125,7 @@ class AdminRoutes:
         body = await parse_json(request, PutOwner, await read(request))
         record = Owner(request.path_params["owner"], **body.model_dump())
         await self._owners.put(record)
+        SUBJECT.set(with_values(record.owner, body.model_dump()))
         return Json({"owner": dataclasses.asdict(record)})
 
     async def usage(self, request: Request, owner: str) -> Response:
@@ -343,6 +344,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         values = {name: getattr(given, name) for name in LIMITS}
         record = Owner(given.owner, weight=given.weight or 1.0, **values)
         await self._owners.put(record)
+        SUBJECT.set(with_values(record.owner, {"weight": record.weight} | values))
         return pb.PutOwnerResponse(owner=_owner(record))
 
     async def ListOwners(self, request: pb.ListOwnersRequest, context: Context) -> pb.ListOwnersResponse:

@@ -159,7 +159,7 @@ class Components:
         self.live_state = LiveState(
             self.activity, self.database, self.models, self.sampling, self.base_models, self.alerts
         )  # fmt: skip
-        self.live_view = LiveView(self.live_state, self.futures, self.base_models, self.database)
+        self.live_view = LiveView(self.live_state, self.sessions, self.futures, self.base_models, self.database)
 
     def _build_base_model(
         self, own: BaseModelSettings, settings: GatewaySettings

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from pydantic import Field, model_validator
 
 from fovea.api.v1 import gateway_pb2
-from fovea.wire.errors import FoveaError, NotFound
+from fovea.wire.errors import FoveaError, NotFound, SessionEnded
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, live_curves
 from fovea_gateway.database.sql_engine import insert_new
@@ -278,9 +278,10 @@ class LiveState:
         self.gallery.add(Group(submission.owner, source, step, digest, base.name, pieces), drawn)
 
     def _add_failure(self, failure: Failure) -> None:
-        if not failure.owner:
-            return
         error = failure.error
+        # A client that ends its session leaves work and heartbeats behind, which is no error. An expiry is one.
+        if not failure.owner or (isinstance(error, SessionEnded) and "(expired)" not in error.message):
+            return
         kept = self._errors.setdefault(failure.owner, OrderedDict())
         self._errors.move_to_end(failure.owner)
         key = failure.what, failure.subject, error.reason, error.field or "", error.message

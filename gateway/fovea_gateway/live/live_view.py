@@ -25,6 +25,7 @@ from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import PushTimes
 from fovea_gateway.sessions.futures import Futures
+from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.training.models import Model
 from fovea_gateway.training.models import get_row as get_model
 
@@ -52,8 +53,10 @@ class LiveView:
         closing: Set at the end of the process.
     """
 
-    def __init__(self, state: LiveState, futures: Futures, base_models: BaseModels, database: Database) -> None:
-        self.state = state
+    def __init__(
+        self, state: LiveState, sessions: Sessions, futures: Futures, base_models: BaseModels, database: Database
+    ) -> None:
+        self.state, self._sessions = state, sessions
         self._futures, self._base_models, self._database = futures, base_models, database
         self._made: dict[str | None, tuple[float, dict[str, Section]]] = {}
         self._rows: dict[str | None, tuple[float, list[Section], str, Section]] = {}
@@ -82,7 +85,7 @@ class LiveView:
             "services": self._services(is_admin=owner is None),
             "alerts": self.state.alerts.shown(owner),
             **({"system": self.history.newest} if owner is None else {}),
-            "errors": {"errors": [_shown_error(name, error) for name, error in self.state.errors(owner)]},
+            "errors": {"errors": [{"owner": name, **vars(error)} for name, error in self.state.errors(owner)]},
             "samples": {"version": self.state.gallery.version, "sources": self._sources(owner)},
             "checkpoints": {"version": saved},
         }
@@ -200,7 +203,9 @@ class LiveView:
         base = self._base_models.find(row["base_model"])
         links = base.trainers.links if base is not None else []
         held = [number for number, link in enumerate(links, 1) if link.instance_id == row["trainer_instance"]]
-        shown = {name: value for name, value in row.items() if name != "trainer_instance"}
+        shown = {name: value for name, value in row.items() if name not in ("trainer_instance", "session_id")}
+        if shown["state"] == "ready" and not self._sessions.is_wanted(row["session_id"]):
+            shown["state"] = "client gone"
         trainer = held[0] if held and len(links) > 1 else None
         datums = self.state.datums.newest_step(row["owner"], row["id"])
         return shown | known[2] | {"unfinished": unfinished, "trainer": trainer, "datums": datums}
@@ -241,9 +246,7 @@ class LiveView:
     async def record(self) -> None:
         """Adds the present figures of the services to the history. A name is `figure|label`."""
         now, (then, tokens, pushes) = time.monotonic(), self._counted
-        states = Counter(
-            "waiting" if one.progress.begun_at is None else "running" for one in self._futures.unfinished()
-        )
+        states = Counter("waiting" if it.progress.begun_at is None else "running" for it in self._futures.unfinished())
         values = {f"queue|{state}": float(states[state]) for state in ("waiting", "running")}
         values["lag|durable points"] = max(self.state.alerts.durable_lags().values(), default=0.0)
         counts = self.state.token_counts
@@ -348,10 +351,6 @@ def _memory(info: Info | None) -> Section | None:
     return {"used": used, "total": info.memory_total_bytes, "what": info.memory_kind}
 
 
-def _shown_error(owner: str, error: Any) -> Section:
-    return {"owner": owner, **vars(error)}
-
-
 def _finite(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
@@ -387,6 +386,7 @@ def write_label(model_id: str, values: Section, only_if_none: bool, connection: 
 def _row(row: Any) -> Section:
     return {
         "id": row["model_id"],
+        "session_id": row["session_id"],
         "owner": row["owner"],
         "base_model": row["base_model"],
         "name": str(row["display_name"] or ""),

@@ -93,9 +93,9 @@ class Peer(ABC):
             logger.warning("%s %s is slow to answer", self.service, self.address)
             return
         except FoveaError as error:
-            # Services start in parallel and the gateway is ready first, so a short wait for the others is no failure.
-            is_start = isinstance(error, Unavailable) and self._is_younger_than(_QUIET_S)
-            self.mark_down("" if is_start else str(error), logging.INFO if is_start else logging.WARNING)
+            # Services start in parallel and the gateway is ready first, so a wait for the others is no failure.
+            level = logging.INFO if isinstance(error, Unavailable) and self.is_starting else logging.WARNING
+            self.mark_down("" if level == logging.INFO and self._is_younger_than(_QUIET_S) else str(error), level)
             return
         self.answers, self.reason, self._reported_level = True, "", logging.NOTSET
         if not self.up and (is_first or await self.prepare()):
@@ -107,8 +107,8 @@ class Peer(ABC):
         """Records that calls fail; no reason means that the service is starting. The next check follows soon."""
         now = time.monotonic()
         if level > self._reported_level or (reason and now - self._reported_at >= _REPEAT_S):
-            words = f"is not used: {reason}" if reason else "does not answer yet: waiting for it"
-            logger.log(level, "%s %s %s", self.service, self.address, words)
+            state = "is not used" if level > logging.INFO else "does not answer yet"
+            logger.log(level, "%s %s %s: %s", self.service, self.address, state, reason or "waiting for it")
             self._reported_level, self._reported_at = level, now
         self.answers, self.up, self.reason = False, False, reason
         self._on_change()

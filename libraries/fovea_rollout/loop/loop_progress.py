@@ -31,7 +31,8 @@ class LoopProgress(ProgressLines):
     def count_rollout(self, trajectory: Trajectory) -> None:
         """Counts a finished rollout."""
         self._finished += 1
-        self._note_failures([trajectory])
+        if trajectory.end == "failed":
+            self._failed.add(trajectory.conversation)
         self._show_rollouts()
 
     def _trace(self, report: StepReport) -> None:
@@ -44,16 +45,15 @@ class LoopProgress(ProgressLines):
                 return
 
     def discount(self, trajectories: Sequence[Trajectory]) -> None:
-        """Removes the finished rollouts of a cancelled group."""
+        """Removes the finished rollouts of a cancelled group, or of a group of a finished step."""
         self._finished -= len(trajectories)
         self._failed -= {one.conversation for one in trajectories}
         self._show_rollouts()
 
     def count_step(self, report: StepReport) -> None:
         """Counts a step. Removes its rollouts from the second line; rollouts for later steps stay there."""
-        self._finished -= sum(len(group) for group in report.trajectories)
-        for group in report.trajectories:  # some rollouts fail only when they are trained on
-            self._note_failures(group)
+        for group in report.trajectories:
+            self.discount(group)
         self._trace(report)
         agreement = "nothing to train on" if report.agreement is None else f"kl {report.agreement.kl:.1e}"
         if report.evaluation is not None:
@@ -61,10 +61,6 @@ class LoopProgress(ProgressLines):
         reward = f"reward {report.reward_mean:.3f}{self._held_out}"
         words = f"{reward}, signal {report.signal_share:.0%}, lag {report.lag}, {agreement}"
         self._bar.update(self._steps_task, advance=1, words=words)
-        self._show_rollouts()
-
-    def _note_failures(self, trajectories: Sequence[Trajectory]) -> None:
-        self._failed |= {one.conversation for one in trajectories if one.end == "failed"}
 
     def _show_rollouts(self) -> None:
         words = f"{len(self._failed)} failed"

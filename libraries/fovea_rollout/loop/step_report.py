@@ -36,7 +36,8 @@ class StepReport:
     """The report of one step of a training loop.
 
     Attributes:
-        step: Number of the step, from 0.
+        step: Number of the step, from 0: the version of the weights before it. Lines, messages, `metrics.jsonl`,
+            `state.json` and the live page name the version after it, `step + 1`.
         reward_mean: Mean reward of the rollouts that did not fail; NaN if all failed.
         signal_share: Share of groups in which rewards differ.
         lag: step - version of the oldest weights that sampled the training data; 0 is on-policy.

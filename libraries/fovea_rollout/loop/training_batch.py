@@ -213,8 +213,8 @@ def check_some_scored(groups: Groups, step: int) -> None:
         step: Number of the step, from 0.
 
     Raises:
-        FailedPrecondition: None counts. The message contains the stage and the error of the first, its note the
-            traceback.
+        FailedPrecondition: None counts. The message contains the stage and the error of the first, its notes the
+            traceback and the message again, so that a program ends with it.
     """
     trajectories = [one for group in groups for one in group]
     if any(one.is_scored for one in trajectories):
@@ -227,6 +227,7 @@ def check_some_scored(groups: Groups, step: int) -> None:
     error = FailedPrecondition(f"all {len(trajectories)} rollouts of step {step + 1} failed, {seen}", field="sources")
     if failure is not None and failure.traceback:
         error.add_note(failure.traceback)
+        error.add_note(error.message)
     raise error
 
 

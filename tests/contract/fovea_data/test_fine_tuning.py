@@ -209,10 +209,13 @@ async def test_rows_that_the_server_alone_refuses_are_named(stand: Stand, tmp_pa
 
 
 class Interrupted:
-    """A logger that simulates Ctrl-C at its third step."""
+    """A logger that simulates Ctrl-C at a step."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        if step == 3:
+        if step == self._at:
             raise KeyboardInterrupt
 
     def close(self) -> None: ...
@@ -221,14 +224,16 @@ class Interrupted:
 async def test_ctrl_c_says_where_the_run_goes_on(stand: Stand, tmp_path: pathlib.Path) -> None:
     settings = FineTuneSettings(epochs=4, batch_size=1, rank=4, evaluate_every=2)
 
-    def run() -> str:
+    def run(at: int) -> str:
         try:
-            asyncio.run(tuned(stand, tmp_path / "run", [TEXT], None, settings, loggers=[Interrupted()]))
+            asyncio.run(tuned(stand, tmp_path / "run", [TEXT], None, settings, loggers=[Interrupted(at)]))
         except Stopped as stopped:
             return str(stopped.code)
         raise AssertionError("the run was not stopped")
 
-    said = await asyncio.to_thread(run)
+    said = await asyncio.to_thread(run, 1)
+    assert said.startswith("stopped before the first evaluation finished, so nothing is kept: call fine_tune again")
+    said = await asyncio.to_thread(run, 3)
     assert said.startswith("stopped: call fine_tune again with the same settings and rows and out=")
     assert said.endswith("to resume after step 2")
     await tuned(stand, tmp_path / "run", [TEXT], None, settings)

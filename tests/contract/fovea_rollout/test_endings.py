@@ -38,6 +38,15 @@ async def main(url, key):
 
 asyncio.run(main(*sys.argv[1:3]))
 """
+WARMING = TRAINING.replace("def reset(self):", "def reset(self):\n        print(0, flush=True)").replace(
+    "    await train(",
+    """
+    from fovea_rollout import ScriptedPlayer, TinkerPolicy, WarmUpSettings, warm_up
+    policy = TinkerPolicy(await training.save_weights_and_get_sampling_client())
+    player = ScriptedPlayer(policy, training.get_tokenizer(), lambda prompt: "red")
+    await warm_up(training, template, [Colour] * 16, player, WarmUpSettings(steps=10**6))
+    await train(""",
+)
 TUNING = """
 import sys
 from fovea_data import fine_tune, load_chats
@@ -86,3 +95,16 @@ async def test_a_loop_names_the_step_from_which_it_resumes_and_a_wrong_key_says_
             line = told.decode().splitlines()[-1].removeprefix("fovea.client.gateway.NotConnected: ")
             assert line.startswith(f"the server at {stand.url} refuses the API key (TINKER_API_KEY, api_key or --api-")
             assert "`fovea keys create` makes one" in line
+
+
+async def test_a_warm_up_says_that_it_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
+    async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure())) as stand:
+        warming = await begin(tmp_path, WARMING, stand, KEY)
+        await step_of(warming)
+        warming.send_signal(signal.SIGINT)
+        _, told = await asyncio.wait_for(warming.communicate(), 60)
+    *progress, line = told.decode().splitlines()
+    assert progress in ([], [f"{stand.url} answers; loading the Tinker SDK"])
+    assert line == "stopped: a warm-up saves nothing, so the next one begins again"
+    assert warming.returncode == 1

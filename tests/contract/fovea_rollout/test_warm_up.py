@@ -68,5 +68,7 @@ async def test_a_loop_stops_at_the_first_step_of_which_all_rollouts_fail(tmp_pat
         said = r"all 2 rollouts of step 1 failed, the first in stage 'step': OSError: the simulator is gone"
         with pytest.raises(FailedPrecondition, match=said) as stopped:
             await asyncio.to_thread(use)
-        assert "in step\n" in stopped.value.__notes__[0], "the traceback of the environment"
+        traceback, last = stopped.value.__notes__
+        assert "in step\n" in traceback, "of the environment"
+        assert last == str(stopped.value)
         assert stand.trainer.of("ForwardBackward") == []

@@ -14,6 +14,8 @@ import pytest
 import tinker
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
+from fovea.wire.errors import PermissionDenied
+from fovea_gateway.access.api_keys import PUBLISHED, Caller, Scope, hash_key, nameless
 from fovea_gateway.database.database import Database
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
@@ -232,6 +234,14 @@ async def test_a_key_of_a_narrow_scope_is_refused_in_words_that_the_sdk_prints(s
     await eventually(is_expired)
 
 
+@pytest.mark.parametrize(
+    ("owner", "advised"), [("alice", "alice"), (nameless(hash_key(PUBLISHED)), "NAME")], ids=["owner", "published"]
+)
+def test_a_narrow_scope_is_told_which_key_to_create(owner: str, advised: str) -> None:
+    with pytest.raises(PermissionDenied, match=rf"`fovea keys create --owner {advised} --scope admin`"):
+        Caller(owner, "k").require(Scope.ADMIN, "GET audit")
+
+
 async def test_commands_on_the_database_are_in_the_audit_log(stand: Stand) -> None:
     """As changes over REST are, although no gateway takes part; the entry names the user of the machine."""
     admin = (await command(stand, "create", "--owner", "root", "--scope", "admin")).strip()
@@ -251,7 +261,7 @@ async def test_commands_on_the_database_are_in_the_audit_log(stand: Stand) -> No
         ("key_create", "fovea keys create", alice),
         ("key_expiry_set", "fovea keys expire", alice),
         ("key_revoke", "fovea keys revoke", alice),
-        ("owner_set", "fovea owners set", "alice"),
+        ("owner_set", "fovea owners set", "alice/weight=2"),
         ("trainer_drain", "fovea drain", "host:1"),
         ("trainer_drain", "fovea drain --undo", "host:1"),
     ]
@@ -301,7 +311,7 @@ def test_a_database_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     lines = ended.stderr.splitlines()
     assert ended.returncode == 1
-    assert lines[-1].startswith("fovea keys: PostgreSQL state at 127.0.0.1:1: connection failed: ")
+    assert lines[-1].startswith("fovea keys: PostgreSQL state at 127.0.0.1:1 cannot be reached: ")
     assert "Traceback" not in ended.stderr
     assert "s3cret" not in ended.stderr
 

@@ -5,7 +5,7 @@ curves survive a restart.
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -353,3 +353,30 @@ async def test_a_day_of_the_services_has_the_use_of_gpus_where_it_is_known(
             told = await _until(asking, "system", lambda told: name in told["values"])
             assert (told["values"][name], told["values"][f"gpu_memory|trainer of {MODEL}"]) == (0.75, 60)
             assert [one for one in told["values"] if one.startswith("gpu_utilization|sampler")] == []
+
+
+async def test_a_session_that_its_client_ends_is_no_error_and_one_that_expires_is(stand: Stand, rest: Rest) -> None:
+    await rest.create_model()
+    await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
+    assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
+    expired = await rest.open_session()
+    sessions = stand.gateway.components.sessions
+    await sessions.expire(await sessions.load(expired))
+    assert (await rest.post("session_heartbeat", session_id=expired)).status_code == 410
+    async with asyncio.timeout(60):
+        told = await _until(rest.http, "errors", lambda told: told["errors"])
+    assert [error["message"] for error in told["errors"]] == [f"session {expired} has ended (expired): open a new one"]
+
+
+async def test_the_model_of_a_silent_client_is_not_in_training(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model()
+
+    def has_state(state: str) -> Callable[[dict[str, Any]], bool]:
+        return lambda told: any((model["id"], model["state"]) == (model_id, state) for model in told["changed"])
+
+    async with asyncio.timeout(60):
+        await _until(rest.http, "models", has_state("ready"))
+        stand.silence(rest.session_id, 60)
+        await _until(rest.http, "models", has_state("client gone"))
+        await rest.ok("session_heartbeat", session_id=rest.session_id)
+        await _until(rest.http, "models", has_state("ready"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -66,7 +67,16 @@ async def test_a_record_is_written_over_rest_grpc_and_command(stand: Stand, keys
     assert [(owner.owner, owner.weight) for owner in listed.owners] == [("alice", 2.5), ("carol", 1.0)]
     await command(stand, "owners", "set", "alice", "--max-stored-bytes", "1000")
     await eventually(lambda: keys.owners.of("alice") == Owner("alice", 2.5, max_models=3, max_stored_bytes=1000))
-    assert (await command(stand, "owners", "list")).splitlines()[1].split()[:3] == ["alice", "2.5", "3"]
+    listed = [line.split() for line in (await command(stand, "owners", "list")).splitlines()[1:]]
+    assert ["alice", "2.5", "3", "1000", "default", "default"] in listed
+    assert ["bob", "1", *["default"] * 4] in listed, "it has only a key"
+    async with stand.http(keys.admin) as http:
+        entries = (await http.get("audit", params={"event": "owner_set", "outcome": "ok"})).json()["entries"]
+    assert [entry["event_details"]["object_id"] for entry in entries] == [
+        "alice/weight=2.5,max_models=3",
+        "carol/weight=1,max_requests_per_s=4",
+        "alice/weight=2.5,max_models=3,max_stored_bytes=1000",
+    ]
 
 
 async def test_a_mistyped_owner_is_refused_with_the_name_that_was_meant(stand: Stand, keys: Keys) -> None:
@@ -77,7 +87,7 @@ async def test_a_mistyped_owner_is_refused_with_the_name_that_was_meant(stand: S
     assert "alcie" not in await command(stand, "owners", "list")
     await command(stand, "owners", "set", "dora", "--max-models", "1", "--create")
     await command(stand, "owners", "set", "dora", "--max-models", "2")
-    assert "dora   1       2" in await command(stand, "owners", "list")
+    assert re.search(r"^dora +1 +2 +default", await command(stand, "owners", "list"), re.MULTILINE)
 
 
 async def test_the_published_key_is_found_by_the_name_that_fovea_up_prints(stand: Stand, keys: Keys) -> None:
@@ -88,7 +98,7 @@ async def test_the_published_key_is_found_by_the_name_that_fovea_up_prints(stand
         row = (await command(stand, "usage", *words)).splitlines()[1].split()
         assert (row[1], row[3], row[-1]) == (PUBLISHED, "24", "463.7")
     await command(stand, "owners", "set", PUBLISHED, "--max-models", "2")
-    assert f"{PUBLISHED}  1       2" in await command(stand, "owners", "list")
+    assert re.search(rf"^{PUBLISHED} +1 +2 +default", await command(stand, "owners", "list"), re.MULTILINE)
     refused = await command(stand, "owners", "set", PUBLISHED, "--max-models", "-3", code=1)
     assert "max_models is -3; it must be 0 (the gateway's default limit) or more" in refused
 

@@ -15,6 +15,9 @@ import tinker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc
+from fovea.runtime.hosts import free_ports
+from fovea.wire.errors import Unavailable
+from fovea_gateway.database.sql_engine import check_connection
 from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.fakes import MODEL, Fake, FakeSampler
 from tests.contract.gateway.requests import Rest, text_datum
@@ -304,3 +307,12 @@ async def test_a_wrong_password_is_reported_and_not_shown(cluster: Cluster, post
     assert "database_url cannot be read" in told
     assert "s3cret" not in told
     assert process.returncode == 1
+
+
+def test_a_server_that_refuses_is_told_from_one_that_cannot_be_reached(postgresql: Server) -> None:
+    url = postgresql.url()
+    check_connection(url)
+    with pytest.raises(Unavailable, match=r'^PostgreSQL nowhere at 127\.0\.0\.1:\d+: .*"nowhere" does not exist$'):
+        check_connection(f"{url.rpartition('/')[0]}/nowhere")
+    with pytest.raises(Unavailable, match=r"^PostgreSQL fovea at 127\.0\.0\.1:\d+ cannot be reached: .*refused"):
+        check_connection(f"postgresql://fovea@127.0.0.1:{free_ports(1)[0]}/fovea")

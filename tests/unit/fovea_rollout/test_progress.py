@@ -15,16 +15,19 @@ from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 
 def test_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    group = [rollout(turn([1], [2], [-1.0], 0.5)), rollout(failure=Failure("reset", "OSError: no"))]
+    group = [rollout(turn([1], [2], [-1.0], 0.5)), rollout(conversation="b", failure=Failure("reset", "OSError: no"))]
     with LoopProgress(2, 2, True) as shown:
         for one in group:
             shown.count_rollout(one)
-        shown.count_step(step_report(0, [group], TrainingBatch([]), [], {}, FourTokenPictures(), 1.0))
+        shown.count_rollout(rollout(conversation="next", failure=Failure("reset", "OSError: no")))  # for the next step
         shown.count_rollout(rollout(conversation="d", failure=Failure("reset", "OSError: no")))
         shown.discount([rollout(conversation="d")])  # its group was cancelled
-    said = capsys.readouterr().err
+        shown.count_step(step_report(0, [group], TrainingBatch([]), [], {}, FourTokenPictures(), 1.0))
+        capsys.readouterr()
+        shown.count_rollout(rollout(conversation="e"))
+    said = " ".join(capsys.readouterr().err.split())
     assert "1/2 reward 0.500, signal 0%, lag 0, nothing to train on" in said
-    assert "1 failed" in said
+    assert "2/2 1 failed" in said, "of the rollouts for the next step"
 
 
 def test_a_resumed_loop_and_an_evaluation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

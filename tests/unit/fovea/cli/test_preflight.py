@@ -150,6 +150,16 @@ WAYS: dict[str, tuple[Arguments, str, str]] = {
     "certificates": (lambda place: ["--tls-dir", str(place.folder)], "--tls-dir", "the folder must contain ca.crt"),
     "unknown setting": (lambda place: ["--set", "sampler.max_lora=1"], "--set", "did you mean 'max_loras'?"),
     "wrong value": (lambda place: ["--set", "sampler.max_loras=many"], "--set sampler.max_loras", "valid integer"),
+    "no PostgreSQL": (
+        lambda place: ["--set", f"gateway.database_url=postgresql://fovea@127.0.0.1:{free_ports(1)[0]}/fovea"],
+        "--set gateway.database_url",
+        "cannot be reached",
+    ),
+    "no database": (
+        lambda place: ["--set", "gateway.database_url=mysql://127.0.0.1/fovea"],
+        "--set gateway.database_url",
+        "database_url begins with 'mysql'",
+    ),
     "another option's setting": (lambda place: ["--set", "trainer.ranks=3"], "--set", "set trainer.ranks with --ranks"),
     "a shared base on two ranks": (
         lambda place: ["--gpus", "none", "--shared-base", "--ranks", "2"],

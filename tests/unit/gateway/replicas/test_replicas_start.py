@@ -20,6 +20,13 @@ async def test_a_start_is_waited_for_in_one_line_and_a_longer_one_logs_its_error
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said == [("INFO", f"renderer 127.0.0.1:{port} does not answer yet: waiting for it")]
     monkeypatch.setattr(replicas, "_QUIET_S", 0.0)
+    monkeypatch.setattr(replicas, "_REPEAT_S", 0.0)
+    await renderer.refresh()
+    slow = caplog.records.pop()
+    assert slow.levelname == "INFO"
+    assert slow.getMessage().startswith(f"renderer 127.0.0.1:{port} does not answer yet: failed to connect")
+    monkeypatch.setattr(replicas, "_REPEAT_S", 60.0)
+    monkeypatch.setattr(replicas, "_STARTING_S", 0.0)
     for _ in range(2):
         await renderer.refresh()
     (late,) = caplog.records[1:]
