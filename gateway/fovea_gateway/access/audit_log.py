@@ -314,11 +314,17 @@ def _where(question: Question) -> sa.ColumnElement[bool]:
     found = [
         entries.c.at >= _midnight(question.first),
         entries.c.at < _midnight(question.last + timedelta(1)),
-        *(entries.c[name] == value for name, value in question.values.items()),
+        *(_is(name, value) for name, value in question.values.items()),
     ]
     prefixes = _RESOURCES[question.event_type]
     of_type = [entries.c.event.startswith(prefix, autoescape=True) for prefix in prefixes]
     return sa.and_(*found, sa.or_(sa.false(), *of_type))
+
+
+def _is(name: str, value: str) -> sa.ColumnElement[bool]:
+    """Returns the condition on a column. An object is found with what follows its id, such as its values."""
+    column, is_equal = entries.c[name], entries.c[name] == value
+    return sa.or_(is_equal, column.startswith(f"{value}/", autoescape=True)) if name == "object_id" else is_equal
 
 
 def _midnight(day: date) -> float:

@@ -72,6 +72,8 @@ async def test_a_record_is_written_over_rest_grpc_and_command(stand: Stand, keys
     assert ["bob", "1", *["default"] * 4] in listed, "it has only a key"
     async with stand.http(keys.admin) as http:
         entries = (await http.get("audit", params={"event": "owner_set", "outcome": "ok"})).json()["entries"]
+        of_carol = (await http.get("audit", params={"object_id": "carol"})).json()["entries"]
+    assert [entry["event_details"]["object_id"] for entry in of_carol] == ["carol/weight=1,max_requests_per_s=4"]
     assert [entry["event_details"]["object_id"] for entry in entries] == [
         "alice/weight=2.5,max_models=3",
         "carol/weight=1,max_requests_per_s=4",
