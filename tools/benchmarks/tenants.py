@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,8 +127,7 @@ class Storage:
                 self.read(up)
                 if time.perf_counter() > kill_at:
                     kill_at = float("inf")
-                    for one in trainer_processes(Running.read(up)):
-                        one.kill()
+                    kill_trainer(up)
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -140,11 +139,18 @@ class Storage:
 
 
 def trainer_processes(running: Running) -> list[psutil.Process]:
-    """Returns the trainer's process and its children, the last first."""
+    """Returns the trainer's process and its children."""
     if not (pid := running.pids["trainer"]):
         return []
     service = psutil.Process(pid)
-    return [*reversed(service.children(recursive=True)), service]
+    return [service, *service.children(recursive=True)]
+
+
+def kill_trainer(up: Path) -> None:
+    """Kills the trainer's processes, of which some may end with the others."""
+    for one in trainer_processes(Running.read(up)):
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def measure(tenants: Sequence[Tenant], steps: int, least_s: float = 0.0) -> list[list[float]]:
@@ -201,13 +207,13 @@ def report(count: int, rounds: Rounds, alone: Rounds, model: str, options: argpa
         "steps": options.steps,
         "seconds": options.seconds,
         "sampled_tokens": options.sample,
-        "killed_after_s": options.kill_after,
+        "killed_after_s": options.kill_after if count > 1 else 0.0,
         "model": Path(model).name,
     }
     rates, steps = (alone.datum_rates, alone.steps) if count > 1 else (None, None)
     emit("tenants.datums", rounds.datum_rates, "datum/s", rates, **sizes, busy_cores=busy(rounds.cores))
     emit("tenants.step", rounds.steps, "s", steps, **sizes)
-    if not options.kill_after:  # a restarted trainer counts its commands from 0
+    if not sizes["killed_after_s"]:  # a restarted trainer counts its commands from 0
         emit("tenants.trainer_busy", rounds.busy_shares, "of time", **sizes)
     if count > 1:
         emit("tenants.slowest_over_fastest", rounds.unfairness, "ratio", **sizes)
@@ -230,6 +236,7 @@ def main() -> None:
     found = {count: Rounds() for count in counts}
     for _ in range(options.repeats):
         for count in counts:
+            running = Running.read(options.up)  # a restarted trainer has another process id
             settle(running)
             before, storage = command_seconds(running), Storage()
             kill_after = options.kill_after if count > 1 else 0.0

@@ -90,7 +90,8 @@ def check_connection(url: str) -> None:
     try:
         engine.connect().close()
     except sa.exc.DBAPIError as error:
-        raise refusal(parsed, error) from None
+        if "starting up" not in str(error.orig):  # the gateway waits for it
+            raise refusal(parsed, error) from None
     finally:
         engine.dispose()
 

@@ -31,6 +31,7 @@ from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.replicas.samplers import version_of
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.future import Activity, Ending, Failure, Kind, split_messages
+from fovea_gateway.sessions.session_routes import FINISHED
 from fovea_gateway.training.models import Models
 
 logger = logging.getLogger(__name__)
@@ -279,8 +280,9 @@ class LiveState:
 
     def _add_failure(self, failure: Failure) -> None:
         error = failure.error
-        # A client that ends its session leaves work and heartbeats behind, which is no error. An expiry is one.
-        if not failure.owner or (isinstance(error, SessionEnded) and "(expired)" not in error.message):
+        # A client that ends its session leaves work and heartbeats behind, which is no error.
+        is_own_end = isinstance(error, SessionEnded) and any(f"({reason})" in error.message for reason in FINISHED)
+        if not failure.owner or is_own_end:
             return
         kept = self._errors.setdefault(failure.owner, OrderedDict())
         self._errors.move_to_end(failure.owner)

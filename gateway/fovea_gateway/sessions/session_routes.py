@@ -29,7 +29,7 @@ _PROTO_OFF_LOOP_BYTES, _JSON_OFF_LOOP_BYTES = 2**15, 2**13
 _SPREAD = 0.2
 _MOST_WORDS = 16
 """The most words, pairs of metadata, and statuses of one search."""
-_FINISHED = ("success", "errored", "interrupted")
+FINISHED = ("success", "errored", "interrupted")
 """The reasons with which a client ends a session; all others are the gateway's."""
 
 
@@ -98,7 +98,7 @@ class SessionStatusQuery(Body):
     def condition(self) -> sa.ColumnElement[bool]:
         """Returns the condition for a session's row. Raises InvalidInput."""
         if self.type == "client_finished":
-            return sessions.c.end_reason.in_(self.reasons or _FINISHED)
+            return sessions.c.end_reason.in_(self.reasons or FINISHED)
         if self.reasons is not None:
             raise InvalidInput(f"statuses: only client_finished may have reasons, not {self.type}", field="statuses")
         is_active = sessions.c.ended_at.is_(None) & sessions.c.parked_at.is_(None)
@@ -262,7 +262,7 @@ def summaries(connection: sa.Connection, session_ids: list[str]) -> list[dict[st
 
 def _summary(row: Any, count: int, size_bytes: int) -> dict[str, Any]:
     status: dict[str, Any] | None = None
-    if row["end_reason"] in _FINISHED:
+    if row["end_reason"] in FINISHED:
         status = {"type": "client_finished", "reason": {"type": row["end_reason"]}, "detail": row["end_detail"]}
     elif row["ended_at"] is None and row["parked_at"] is None:
         status = {"type": "active"}

@@ -38,6 +38,7 @@ WRITTEN_AGAINST = {
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": "38db4d83ca9a5cd4",
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": "d78ca68bb42e6278 51c3052cb33a8989",
     "vllm.v1.worker.gpu_worker:Worker.load_model": "af77cf06693df999",
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply": "736c17082fb56b4f",
     "vllm.model_executor.custom_op:CustomOp.forward": "fcb6490e1a777f42",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "141d17cea9b15596",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "a7d9800e11e0c9b7",

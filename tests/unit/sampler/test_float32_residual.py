@@ -21,6 +21,8 @@ from fovea.runtime.model_files import LLAMA_LIKE
 from fovea_sampler.engine.vllm_launch import register_eagerly
 from fovea_sampler.vllm_patches import float32_residual
 from fovea_tinyvlm.families import ensure_family
+from fovea_trainer.model.packed_model import load_model
+from fovea_trainer.settings import TrainerSettings
 
 EPSILON = 1e-6
 
@@ -63,9 +65,21 @@ def test_a_model_in_bfloat16_has_the_stream_that_the_trainer_gives_it(name: str,
         model = initialize_model(config)
     if is_wide:
         float32_residual.widen(model, text.num_hidden_layers)
+        language = model.get_language_model() if hasattr(model, "get_language_model") else model
+        found = {name[name.index("layers.") :] for name in float32_residual.wide_modules(language)}
+        assert found == _wide_in_trainer(directory)
     else:
         with pytest.raises(RuntimeError, match="norms between its"):
             float32_residual.widen(model, text.num_hidden_layers)
+
+
+def _wide_in_trainer(directory: Path) -> set[str]:
+    """Returns the names of the modules whose products the trainer does not round, as vLLM calls them."""
+    settings = TrainerSettings(model=str(directory), dtype="bfloat16")
+    hf = load_model(settings, directory, torch.device("cpu"))[2].hf
+    wide = {name[name.index("layers.") :] for name, module in hf.named_modules() if hasattr(module, "is_wide")}
+    assert wide
+    return {name.replace("gate_proj", "gate_up_proj").replace("mlp.up_proj", "mlp.gate_up_proj") for name in wide}
 
 
 def test_a_model_in_float32_keeps_vllms_code() -> None:

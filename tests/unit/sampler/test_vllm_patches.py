@@ -244,6 +244,8 @@ def test_vllm_still_needs_float32_residual(one_worker: VllmConfig) -> None:
     assert RMSNorm(16, dtype=torch.bfloat16)(x, residual)[1].dtype == torch.bfloat16
     unchanged("vllm.v1.worker.gpu_worker:Worker.load_model")
     unchanged("vllm.model_executor.custom_op:CustomOp.forward")
+    unchanged("vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply")
+    assert "self._gemm_impl" in source("vllm.model_executor.layers.linear:UnquantizedLinearMethod.__init__")
 
 
 def test_vllm_still_needs_image_attention_cpu() -> None:

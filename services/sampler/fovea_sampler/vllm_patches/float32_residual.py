@@ -76,27 +76,34 @@ def widen(model: Any, layer_count: int) -> None:
         raise RuntimeError(f"{type(model).__name__} has {len(norms)} norms between its {layer_count} layers")
     for norm in norms:
         norm._forward_method = MethodType(_norm, norm)
+    for name, module in wide_modules(language).items():
+        if module.weight.is_cuda:
+            _widen_product(module)
+            if name.endswith("gate_up_proj"):
+                act = language.get_submodule(name.removesuffix("gate_up_proj") + "act_fn")
+                act.fovea_dtype = module.weight.dtype
+                act._forward_method = MethodType(_silu_and_mul, act)
+
+
+def wide_modules(language: Any) -> dict[str, Any]:
+    """Returns the modules that return float32 on a GPU, by their names without `base_layer`, which has the weight.
+
+    They are those that `fuse_language` of the trainer widens.
+    """
+    found = {}
     for name, module in language.named_modules():
         if name.rpartition(".")[2] in _TO_STREAM:
-            _widen_product(module)
-        gated = hasattr(module, "gate_up_proj") and isinstance(getattr(module, "act_fn", None), SiluAndMul)
-        if gated and (dtype := _widen_product(module.gate_up_proj)):
-            module.act_fn.fovea_dtype = dtype
-            module.act_fn._forward_method = MethodType(_silu_and_mul, module.act_fn)
+            found[name] = module
+        if hasattr(module, "gate_up_proj") and isinstance(getattr(module, "act_fn", None), SiluAndMul):
+            found[f"{name}.gate_up_proj"] = module.gate_up_proj
+    bases = {name: getattr(module, "base_layer", module) for name, module in found.items()}
+    return {name: one for name, one in bases.items() if isinstance(one.quant_method, UnquantizedLinearMethod)}
 
 
-def _widen_product(module: Any) -> torch.dtype | None:
-    """Makes a linear module, with or without adapters, return float32 on a GPU.
-
-    Returns the dtype of its weight, or None if the module keeps vLLM's product.
-    """
-    base = getattr(module, "base_layer", module)
-    method = getattr(base, "quant_method", None)
-    if not isinstance(method, UnquantizedLinearMethod) or not base.weight.is_cuda:
-        return None
-    method._gemm_impl = _wide_product
-    dtype: torch.dtype = base.weight.dtype
-    return dtype
+def _widen_product(module: Any) -> None:
+    if not hasattr(module.quant_method, "_gemm_impl"):
+        raise RuntimeError("vLLM's UnquantizedLinearMethod has no _gemm_impl, which Fovea replaces")
+    module.quant_method._gemm_impl = _wide_product
 
 
 def _silu_and_mul(act: Any, products: Tensor) -> Tensor:

@@ -32,14 +32,15 @@ def fused(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @cache
     def compiled() -> Any:  # only when a GPU needs it: importing the compiler takes a second
-        # torch compiles a function once each for adapters, for full parameters, and with and without gradients. Above
-        # the limit it would stop compiling.
-        torch._dynamo.config.recompile_limit = 32
         # Keep the rounding between steps as written. The sampler rounds there too, so both agree better.
         return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 
     @wraps(function)
     def run(first: Tensor, *rest: Any) -> Result:
+        if first.is_cuda:
+            # torch compiles a function once each for adapters, for full parameters, and with and without gradients.
+            # Above the limit, which each thread has for itself, it would stop compiling.
+            torch._dynamo.config.recompile_limit = 32
         result: Result = (compiled() if first.is_cuda else function)(first, *rest)
         return result
 
@@ -82,7 +83,7 @@ def fuse_language(model: Any) -> None:
             layer.self_attn.forward = MethodType(_attention, layer.self_attn)
     if widens:
         decoder.norm.forward = MethodType(norm_forward, decoder.norm)
-        decoder.layers[0].register_forward_pre_hook(_widen)
+        decoder.layers[0].register_forward_pre_hook(_widen_stream)
 
 
 def fuse_qwen_tower(model: Any) -> None:
@@ -108,14 +109,14 @@ def _norm_of_stream(norm: Any, hidden: Tensor) -> Tensor:
     return residual_norm(hidden, norm.weight, norm.variance_epsilon)
 
 
-def _widen(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _widen_stream(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     hidden, *rest = given
     return hidden.float(), *rest
 
 
 def _mlp(mlp: Any, hidden: Tensor) -> Tensor:
     gate, up = shared_products(hidden, mlp.gate_proj, mlp.up_proj)
-    rounds: Any = _RoundedSwiglu.apply
+    rounds: Any = _RoundedSwiglu.apply if torch.is_grad_enabled() else rounded_swiglu
     gated = swiglu(gate, up) if gate.dtype == hidden.dtype else rounds(gate, up, hidden.dtype)
     product: Tensor = mlp.down_proj(gated)
     return product
@@ -129,8 +130,9 @@ class _RoundedSwiglu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_TI: Tensor, up_TI: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(gate_TI.to(dtype), up_TI.to(dtype))
-        return rounded_swiglu(gate_TI, up_TI, dtype)
+        product_TI, *inputs = swiglu_with_inputs(gate_TI, up_TI, dtype)
+        ctx.save_for_backward(*inputs)
+        return product_TI
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -178,6 +180,12 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
 def rounded_swiglu(gate_TI: Tensor, up_TI: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns silu(gate) * up of float32 tensors, rounded once, as `vllm_patches/float32_residual.py` computes it."""
     return (functional.silu(gate_TI) * up_TI).to(dtype)
+
+
+@fused
+def swiglu_with_inputs(gate_TI: Tensor, up_TI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `rounded_swiglu` and both inputs, rounded."""
+    return (functional.silu(gate_TI) * up_TI).to(dtype), gate_TI.to(dtype), up_TI.to(dtype)
 
 
 @fused

@@ -226,7 +226,8 @@ class _Products(torch.autograd.Function):
                 add: Any = one.add_wide_output if is_wide else one.add_output
                 add(output, lows[-1])
             outputs.append(output)
-        ctx.save_for_backward(x, *weights, *lows)
+        needs_x = any(one is not None for one in trained) or any(ctx.needs_input_grad[3 : 3 + count])
+        ctx.save_for_backward(x if needs_x else None, *weights, *lows)
         ctx.trained = trained
         return tuple(outputs)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fovea_trainer.model.lora_linear import LoraPair, embedding, products
+from fovea_trainer.model.lora_linear import LoraPair, StackedPair, embedding, products
 
 SCALE = 1.5
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
@@ -124,3 +124,17 @@ def test_biases_get_their_gradients_from_autograd_and_weights_do_not() -> None:
     torch.testing.assert_close(module.bias.grad, torch.full((3,), 5.0))
     assert module.weight.grad is None
     torch.testing.assert_close(master.grad, torch.full((3, 4), 5.0))
+
+
+def test_stacked_adapters_add_float32_outputs_as_each_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    pairs = [_pair(nn.Linear(24, 16, bias=False, dtype=torch.bfloat16), generator) for _ in range(3)]
+    names = ("a", "b", "a_cast", "b_cast", "a_grad", "b_grad")
+    stacked = StackedPair(*(torch.stack([getattr(pair, name) for pair in pairs]) for name in names), SCALE, 5)
+    x, output = (torch.randn(15, size, generator=generator) for size in (24, 16))
+    expected = output.clone()
+    stacked.add_wide_output(output, stacked.project(x.bfloat16()))
+    for place, pair in enumerate(pairs):
+        rows = slice(5 * place, 5 * place + 5)
+        pair.add_wide_output(expected[rows], pair.project(x[rows].bfloat16()))
+    torch.testing.assert_close(output, expected)
