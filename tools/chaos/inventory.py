@@ -39,7 +39,7 @@ _URIS = "SELECT uri FROM {table}"
 Inventory = Counter[str]
 """Counts of each kind of object, such as `rows of futures`."""
 UNNAMED = "checkpoint folders that no row names"
-"""Count of folders that the commands of killed gateways left. The collector removes what it has found twice, in 20 minutes."""
+"""Count of folders that killed gateways left. The collector removes those that it has found twice, in 20 minutes."""
 _LOGS = {"audit_entries"}
 """Tables with an entry for each outcome of a request: faults add outcomes, so these counts differ by design."""
 
