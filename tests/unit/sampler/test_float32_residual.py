@@ -74,7 +74,7 @@ def test_a_model_in_bfloat16_has_the_stream_that_the_trainer_gives_it(name: str,
 
 
 def _wide_in_trainer(directory: Path) -> set[str]:
-    """Returns the names of the modules whose products the trainer does not round, as vLLM calls them."""
+    """Returns vLLM's names of the modules that the trainer widens."""
     settings = TrainerSettings(model=str(directory), dtype="bfloat16")
     hf = load_model(settings, directory, torch.device("cpu"))[2].hf
     wide = {name[name.index("layers.") :] for name, module in hf.named_modules() if hasattr(module, "is_wide")}
