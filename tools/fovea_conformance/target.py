@@ -132,6 +132,10 @@ class Target:
         self._stack.callback(self._finish_quietly, session_id)
         return session_id
 
+    def beat(self, session_id: str) -> httpx.Response:
+        """Sends a heartbeat over raw HTTP."""
+        return self.post("session_heartbeat", session_id=session_id, type="session_heartbeat")
+
     def raw_model(self, session_id: str, model_seq_id: int = 0, rank: int = 8, seed: int = 7) -> str:
         """Creates a LoRA model over raw HTTP; returns its id once it exists."""
         lora = {"rank": rank, "seed": seed, "train_unembed": True, "train_mlp": True, "train_attn": True}

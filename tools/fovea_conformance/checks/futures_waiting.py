@@ -194,7 +194,7 @@ def _heartbeats(target: Target, session_id: str) -> Iterator[None]:
 
     def beat() -> None:
         while not ended.wait(5.0):
-            target.post("session_heartbeat", session_id=session_id, type="session_heartbeat")
+            target.beat(session_id)
 
     thread = threading.Thread(target=beat)
     thread.start()

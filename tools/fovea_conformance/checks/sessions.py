@@ -28,13 +28,13 @@ def c6_heartbeat(target: Target) -> str:
     proxy = target.proxy()
     service = target.service(proxy)
     session_id = service.holder.get_session_id()
-    alive = _beat(target, session_id)
+    alive = target.beat(session_id)
     expect(alive.status_code == 200, f"the heartbeat of a known session was answered {alive.status_code}")
     expect(alive.json().get("type") == "session_heartbeat", f"the answer's type is not session_heartbeat: {alive.text}")
     _finish(target, session_id)
-    over = _beat(target, session_id)
+    over = target.beat(session_id)
     expect(over.status_code == 410, f"the heartbeat of a finished session was answered {over.status_code}, not 410")
-    unknown = _beat(target, "no-such-session").status_code
+    unknown = target.beat("no-such-session").status_code
     expect(400 <= unknown < 500, f"the heartbeat of an unknown session was answered {unknown}")
     deadline = time.monotonic() + 4 * _BEAT_S
     while not any(one.status for one in proxy.of("session_heartbeat")):
@@ -63,7 +63,7 @@ def c7_restart(target: Target) -> str:
     proxy, future = _loss_over_the_restart(target, is_back)
     downtime_s = _restart(target)
     restarted = time.monotonic()
-    beat = _beat(target, session_id)
+    beat = target.beat(session_id)
     expect(
         beat.status_code == 200, f"after the restart the heartbeat was answered {beat.status_code} {beat.text[:200]}"
     )
@@ -106,7 +106,7 @@ def c8_silence(target: Target) -> str:
     begun = time.monotonic()
     ended_in_time = _ends_while_open(target, session_id, sample, begun + period_s + _SWEEP_S)
     time.sleep(max(0.0, begun + period_s + _SWEEP_S - time.monotonic()))
-    over = _beat(target, session_id).status_code
+    over = target.beat(session_id).status_code
     silent_s = time.monotonic() - begun
     expect(over == 410, f"after {silent_s:.0f} s of silence (period {period_s:.0f} s) the heartbeat is answered {over}")
     for route, body in _work(target, model_id, sampler_id).items():
@@ -130,13 +130,13 @@ def c10_close(target: Target) -> str:
     session_id, model_id = service.holder.get_session_id(), training.model_id
     sampler_id = target.sampling_session(session_id, 7)
     service.close("success", detail="done").result(30)
-    first, shown = _beat(target, session_id), _status(target, session_id)
+    first, shown = target.beat(session_id), _status(target, session_id)
     expect(first.status_code == 410, f"after close() the heartbeat is answered {first.status_code}, not 410")
     for route, body in _work(target, model_id, sampler_id).items():
         _expect_refused(target, route, body)
     again = _finish(target, session_id, "errored")
     expect(again.is_success, f"a second finish was answered {again.status_code} {again.text[:200]}")
-    second, shown_again = _beat(target, session_id), _status(target, session_id)
+    second, shown_again = target.beat(session_id), _status(target, session_id)
     expect(second.status_code == 410, f"after a second finish the heartbeat is answered {second.status_code}")
     expect(shown_again == shown, f"the second finish changed the status from {shown} to {shown_again}")
     finished = {"type": "client_finished", "reason": {"type": "success"}, "detail": "done"}
@@ -146,10 +146,6 @@ def c10_close(target: Target) -> str:
         expect(kept, f"the second finish changed the reason: {second.text[:200]}")
     status = shown["type"] if shown else "not served"
     return f"refused with 410 {first.text[:90]!r}, the same after a second finish; status {status}"
-
-
-def _beat(target: Target, session_id: str) -> httpx.Response:
-    return target.post("session_heartbeat", session_id=session_id, type="session_heartbeat")
 
 
 def _finish(target: Target, session_id: str, reason: str = "success") -> httpx.Response:

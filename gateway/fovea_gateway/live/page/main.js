@@ -103,7 +103,7 @@ function showModels(changed) {
   const list = $("models"), wanted = order.map((id) => items.get(id)).filter(Boolean), active = document.activeElement;
   wanted.forEach((entry, at) => { if (list.children[at] !== entry) list.insertBefore(entry, list.children[at] ?? null); });
   if (active !== document.activeElement && list.contains(active)) active.focus({ preventScroll: true });
-  filterModels();
+  return filterModels();
 }
 
 // An earlier part that trains beside the resumed one is a run of its own.
@@ -136,6 +136,7 @@ function filterModels() {
   $("models-count").textContent = !models.size ? "" : view.search.trim() ? `${count(found)} of ${count(models.size)} found` : `${count(running)} in training, ${count(found)} shown`;
   $("models-none").hidden = found > 0;
   $("models-none").textContent = models.size ? "No run matches." : "None yet.";
+  return parts;
 }
 
 function select(id) {
@@ -206,9 +207,9 @@ function render() {
   if (labels) { takeLabels(labels); relabel(models.keys()); }
   if (changed) {
     const latest = new Map(changed.map((model) => [model.id, model]));
-    showModels([...latest.values()]);
+    const parts = showModels([...latest.values()]);
     // The page selects a run by itself until the user does. Names may arrive after the models, and only with them is a part known.
-    const parts = partsOf(), isLost = !models.has(selected) || (isAutomatic && parts.has(selected));
+    const isLost = !models.has(selected) || (isAutomatic && parts.has(selected));
     if (isLost && order.length) { select(order.find((id) => !parts.has(id)) ?? order[0]); isAutomatic = true; }
     else if (latest.has(selected) || !models.size) showRun();
     else if ([...latest.keys()].some(isBeside)) showCharts();

@@ -165,11 +165,8 @@ def shared_products(x: Tensor, *modules: Any) -> Sequence[Tensor]:
     """Returns the outputs of linear modules for one input. A LoraInjector has activated their trained tensors."""
     trained = [module.trained() for module in modules]
     is_wide = x.is_cuda and getattr(modules[0], "is_wide", False)
-    frozen = [
-        one is None and not module.weight.requires_grad and not is_wide
-        for module, one in zip(modules, trained, strict=True)
-    ]
-    if any(frozen):
+    frozen = [one is None and not module.weight.requires_grad for module, one in zip(modules, trained, strict=True)]
+    if any(frozen) and not is_wide:
         return [
             functional.linear(x, module.weight, module.bias) if plain else products(x, [module], [one])[0]
             for module, one, plain in zip(modules, trained, frozen, strict=True)
