@@ -9,7 +9,6 @@ al. 2023, arXiv:2306.13649, with the reverse KL). The student's scans have no la
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import pathlib
 import shutil
@@ -20,7 +19,7 @@ from examples.rl_digits import DigitEnvironment
 from fovea_data import fine_tune, load_chats
 from fovea_demo.digits import QUESTION, Scan, load_scans
 from fovea_demo.up import running_fovea
-from fovea_rollout import Answer, LoopSettings, RolloutSettings, SamplingSettings, Step, connect
+from fovea_rollout import Answer, LoopSettings, RolloutSettings, SamplingSettings, Step, connect, run
 from fovea_rollout.stopping import exiting_with_a_line
 
 TEACHER = "teacher"
@@ -92,4 +91,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=60, groups=64, warm_up=80)))
+    run(main(read_arguments(__doc__, steps=60, groups=64, warm_up=80)))

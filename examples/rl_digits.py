@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from functools import partial
 
 import numpy as np
 
 from examples.experiment import Experiment, read_arguments
 from fovea_demo.digits import QUESTION, Scan, load_scans
-from fovea_rollout import Answer, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
+from fovea_rollout import Answer, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step, run
 
 BAR = 0.9
 """Share of held-out scans that the model should read correctly; chance gives 0.1."""
@@ -54,4 +53,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=150, groups=32, warm_up=30)))  # 120 steps left one seed at 0.87
+    run(main(read_arguments(__doc__, steps=150, groups=32, warm_up=30)))  # 120 steps left one seed at 0.87

@@ -6,7 +6,6 @@ The warm-up clones a player that counts the squares in writing, and then answers
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from examples.experiment import Experiment, read_arguments
-from fovea_rollout import Answer, Chunk, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
+from fovea_rollout import Answer, Chunk, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step, run
 
 SIDE, UNIT, WIDEST = 64, 8, 7
 TRIES = 3
@@ -144,4 +143,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=60, warm_up=400)))
+    run(main(read_arguments(__doc__, steps=60, warm_up=400)))

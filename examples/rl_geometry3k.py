@@ -6,7 +6,6 @@ The example writes rows in the format of the recipe, with JPEG pictures, and rea
 from __future__ import annotations
 
 import argparse
-import asyncio
 import base64
 import io
 import json
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from examples.experiment import Experiment, read_arguments
-from fovea_rollout import Chunk, LoopSettings, Picture, RolloutSettings, SamplingSettings, load_records
+from fovea_rollout import Chunk, LoopSettings, Picture, RolloutSettings, SamplingSettings, load_records, run
 from fovea_rollout.environments.geometry3k_environment import MAX_TURNS, Geometry3kEnvironment, geometry3k_environment
 from fovea_rollout.environments.records import Record
 
@@ -120,4 +119,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=90, warm_up=600)))
+    run(main(read_arguments(__doc__, steps=90, warm_up=600)))

@@ -6,7 +6,6 @@ The pictures are the view of MiniGrid's agent, which is at the bottom and looks 
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ import minigrid  # noqa: F401  (registers its environments)
 import numpy as np
 
 from examples.experiment import Experiment, read_arguments
-from fovea_rollout import GymnasiumEnvironment, LoopSettings, RolloutSettings, Rules, SamplingSettings
+from fovea_rollout import GymnasiumEnvironment, LoopSettings, RolloutSettings, Rules, SamplingSettings, run
 
 MAX_STEPS = 6
 """The most actions of a shortest way: two turns and four steps."""
@@ -104,4 +103,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=60, groups=32, warm_up=30, stages=2)))
+    run(main(read_arguments(__doc__, steps=60, groups=32, warm_up=30, stages=2)))

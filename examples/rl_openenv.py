@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import uvicorn
 
 from examples.experiment import Experiment, read_arguments
 from examples.signals import BAR, LENGTH, QUESTION, WAYS, draw_signals, random_way, show
-from fovea_rollout import LoopSettings, OpenEnvEnvironment, RolloutSettings, SamplingSettings
+from fovea_rollout import LoopSettings, OpenEnvEnvironment, RolloutSettings, SamplingSettings, run
 
 SESSIONS = 512
 """The most episodes that run at once."""
@@ -114,4 +113,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=30, warm_up=30)))
+    run(main(read_arguments(__doc__, steps=30, warm_up=30)))

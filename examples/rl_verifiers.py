@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from examples.experiment import Experiment, read_arguments
 from examples.signals import BAR, LENGTH, QUESTION, WAYS, draw_signals, random_way, show
-from fovea_rollout import LoopSettings, RolloutSettings, SamplingSettings, VerifiersEnvironment, verifiers_sources
+from fovea_rollout import LoopSettings, RolloutSettings, SamplingSettings, VerifiersEnvironment, run, verifiers_sources
 
 
 def load_environment(rng: np.random.Generator, count: int) -> Any:
@@ -65,4 +64,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=30, warm_up=30)))
+    run(main(read_arguments(__doc__, steps=30, warm_up=30)))

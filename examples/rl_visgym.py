@@ -7,7 +7,6 @@ otherwise a random possible one.
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ import numpy as np
 
 from examples.experiment import Experiment, read_arguments
 from examples.picture_games import MAZE, TILES, WAYS, Maze, Pixels, Tiles
-from fovea_rollout import Chunk, LoopSettings, Picture, RolloutSettings, SamplingSettings
+from fovea_rollout import Chunk, LoopSettings, Picture, RolloutSettings, SamplingSettings, run
 from fovea_rollout.environments.records import parse_record
 from fovea_rollout.environments.visgym_environment import FORMAT_SHARE, TASK_SHARE, WORDS, Answering, visgym_environment
 
@@ -141,4 +140,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__, steps=60, warm_up=800, answers=tuple(GAMES))))
+    run(main(read_arguments(__doc__, steps=60, warm_up=800, answers=tuple(GAMES))))

@@ -8,7 +8,6 @@ this puzzle: rates, sizes and numbers of steps are the library's defaults.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from examples.experiment import Experiment, read_arguments
-from fovea_rollout import Answer, Chunk, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
+from fovea_rollout import Answer, Chunk, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step, run
 
 SIDE = 64
 """Pixels of the side of every picture."""
@@ -130,4 +129,4 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments(__doc__)))
+    run(main(read_arguments(__doc__)))

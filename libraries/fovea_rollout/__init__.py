@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from fovea_rollout.rollout import RolloutSettings as RolloutSettings
     from fovea_rollout.rollout import run_rollout as run_rollout
     from fovea_rollout.rollout import run_rollouts as run_rollouts
+    from fovea_rollout.stopping import run as run
     from fovea_rollout.templates.template import ChatTemplate as ChatTemplate
     from fovea_rollout.trajectory import Failure as Failure
     from fovea_rollout.trajectory import Segment as Segment
@@ -83,6 +84,7 @@ _PUBLIC = {
     "policies.resuming_policy": ("ResumingPolicy",),
     "policies.tinker_policy": ("TinkerPolicy",),
     "loop.training_batch": ("TrainingDatum", "training_datums"),
+    "stopping": ("run",),
     "trajectory": ("Failure", "Segment", "Trajectory", "Turn"),
     "environments.verifiers_environment": ("VerifiersEnvironment", "verifiers_sources", "verifiers_tools"),
     "viewer": ("write_viewer",),

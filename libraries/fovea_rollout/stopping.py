@@ -6,9 +6,10 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from fovea.wire.errors import FoveaError
 
@@ -22,6 +23,20 @@ class Stopped(KeyboardInterrupt, SystemExit):
     def __init__(self, line: str) -> None:
         super().__init__(line)
         self.code = line
+
+
+def run(program: Coroutine[Any, Any, object]) -> None:
+    """Runs a program as `asyncio.run` does. Ctrl-C ends it in one line, also outside `train` and `warm_up`.
+
+    Raises:
+        Stopped: The user pressed Ctrl-C. It ends a program with its line.
+    """
+    try:
+        asyncio.run(program)
+    except Stopped:
+        raise
+    except KeyboardInterrupt:
+        raise Stopped("stopped by Ctrl-C") from None
 
 
 @contextmanager

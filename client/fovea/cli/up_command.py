@@ -225,7 +225,7 @@ def _with_layout(options: UpOptions, layout: gpu_layout.GpuLayout, ranks: int | 
     """
     gpu_count = len(tuple(filter(None, layout.trainer)))
     _check_trainers(options, gpu_count)
-    found = ranks or gpu_count // options.trainer_count or (1 if options.shares_base else CPU_RANKS)
+    found = ranks or gpu_count // options.trainer_count or options.ranks
     if options.shares_base:
         _check_shared_base(layout, options.trainer_count * found)
     return replace(

@@ -138,6 +138,11 @@ class SessionEnded(FailedPrecondition):
 
     reason, http_status = "SESSION_ENDED", 410
 
+    @classmethod
+    def of(cls, session_id: str, end_reason: str | None) -> "SessionEnded":
+        """Returns the error of a use after the end, with `end_reason` in its metadata."""
+        return cls(f"session {session_id} has ended ({end_reason}): open a new one", end_reason=end_reason)
+
 
 class EndsTrainer(FailedPrecondition):
     """The trainer crashed more than once while it ran this command, so the command is not retried."""

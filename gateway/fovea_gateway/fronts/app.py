@@ -171,7 +171,7 @@ class Upkeep:
 
     async def _free_session(self, session: Session) -> None:
         components, session_id = self._components, session.session_id
-        error = SessionEnded(f"session {session_id} has ended ({session.end_reason})")
+        error = SessionEnded.of(session_id, session.end_reason)
         try:
             await components.futures.cancel_session(session_id, error)
             await components.training.end_session(session, error)

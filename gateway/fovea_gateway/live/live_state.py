@@ -281,7 +281,7 @@ class LiveState:
     def _add_failure(self, failure: Failure) -> None:
         error = failure.error
         # A client that ends its session leaves work and heartbeats behind, which is no error.
-        is_own_end = isinstance(error, SessionEnded) and any(f"({reason})" in error.message for reason in FINISHED)
+        is_own_end = isinstance(error, SessionEnded) and error.metadata.get("end_reason") in FINISHED
         if not failure.owner or is_own_end:
             return
         kept = self._errors.setdefault(failure.owner, OrderedDict())

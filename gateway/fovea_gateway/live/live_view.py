@@ -192,7 +192,7 @@ class LiveView:
         known = self._drawn.get(row["id"])
         if known is None or known[0] is not curves or known[1] != curves.version:
             spark = next((name for name in _SPARKS if name in curves.last), "")
-            values = [float(f"{value:.4g}") for value in curves.means(spark, _SPARK_POINTS)]
+            values = curves.means(spark, _SPARK_POINTS, digits=4)
             drawn = {
                 "step": curves.last_step,
                 "last": {name: _finite(value) for name, value in curves.last.items()},

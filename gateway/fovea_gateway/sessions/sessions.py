@@ -131,7 +131,7 @@ class Sessions:
         """Returns a session of any owner that has not ended. Raises NotFound, SessionEnded."""
         session = await self.load(session_id)
         if session.ended_at is not None:
-            raise SessionEnded(f"session {session_id} has ended ({session.end_reason})")
+            raise SessionEnded.of(session_id, session.end_reason)
         return session
 
     def cached(self, session_id: str) -> Session:
@@ -142,7 +142,7 @@ class Sessions:
         """Returns a session that has not ended, and resumes it if it was parked. Raises NotFound, SessionEnded."""
         session = await self.get(owner, session_id)
         if session.ended_at is not None:
-            raise SessionEnded(f"session {session_id} has ended ({session.end_reason}): open a new one")
+            raise SessionEnded.of(session_id, session.end_reason)
         if session.parked_at is not None:
             session = await self._resume(session)
         self._alive_at[session_id] = time.monotonic()  # Any use of a session counts as a heartbeat.

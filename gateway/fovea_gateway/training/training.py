@@ -282,8 +282,8 @@ class Training:
         submission = pending.submission
         model = await self._models.load(submission.scope)
         if runner := self._runners.get(model.base_model):
-            error = SessionEnded(f"session {submission.session_id} has ended: open a new one")
-            await runner.refuse(pending, error)
+            session = await self._sessions.load(submission.session_id)
+            await runner.refuse(pending, SessionEnded.of(session.session_id, session.end_reason))
         else:
             gone = FailedPrecondition(
                 f"model {model.model_id} belongs to base model {model.base_model!r}, which is no longer trained here"

@@ -59,7 +59,9 @@ class LoopProgress(ProgressLines):
         if report.evaluation is not None:
             self._held_out = f", held out {report.evaluation.reward_mean:.3f}"
         reward = f"reward {report.reward_mean:.3f}{self._held_out}"
-        words = f"{reward}, signal {report.signal_share:.0%}, lag {report.lag}, {agreement}"
+        # Some fail only when they are trained on, and were counted as played.
+        failed = f", {len(report.failures)} failed" if report.failures else ""
+        words = f"{reward}, signal {report.signal_share:.0%}, lag {report.lag}, {agreement}{failed}"
         self._bar.update(self._steps_task, advance=1, words=words)
 
     def _show_rollouts(self) -> None:

@@ -14,8 +14,8 @@ from tests.contract.gateway import fakes
 from tests.contract.gateway.conftest import KEY, Stand, running
 
 TRAINING = """
-import asyncio, sys
-from fovea_rollout import ChatTemplate, LoopSettings, Step, connect, resumed_training_client, train
+import sys
+from fovea_rollout import ChatTemplate, LoopSettings, Step, connect, resumed_training_client, run, train
 
 class Colour:
     def reset(self):
@@ -36,7 +36,7 @@ async def main(url, key):
     template = ChatTemplate(training.get_tokenizer())
     await train(training, template, [Colour], settings, lambda report: print(report.step + 1, flush=True), out="run")
 
-asyncio.run(main(*sys.argv[1:3]))
+run(main(*sys.argv[1:3]))
 """
 WARMING = TRAINING.replace("def reset(self):", "def reset(self):\n        print(0, flush=True)").replace(
     "    await train(",
@@ -47,6 +47,16 @@ WARMING = TRAINING.replace("def reset(self):", "def reset(self):\n        print(
     await warm_up(training, template, [Colour] * 16, player, WarmUpSettings(steps=10**6))
     await train(""",
 )
+BEFORE = """
+import asyncio
+from fovea_rollout import run
+
+async def main():
+    print(0, flush=True)
+    await asyncio.sleep(600)
+
+run(main())
+"""
 TUNING = """
 import sys
 from fovea_data import fine_tune, load_chats
@@ -95,6 +105,16 @@ async def test_a_loop_names_the_step_from_which_it_resumes_and_a_wrong_key_says_
             line = told.decode().splitlines()[-1].removeprefix("fovea.client.gateway.NotConnected: ")
             assert line.startswith(f"the server at {stand.url} refuses the API key (TINKER_API_KEY, api_key or --api-")
             assert "`fovea keys create` makes one" in line
+
+
+async def test_a_program_that_has_not_begun_to_train_ends_in_one_line(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", BEFORE, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    await step_of(process)
+    process.send_signal(signal.SIGINT)
+    _, told = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, told) == (1, b"stopped by Ctrl-C\n")
 
 
 async def test_a_warm_up_says_that_it_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

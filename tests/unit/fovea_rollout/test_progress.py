@@ -26,8 +26,23 @@ def test_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         capsys.readouterr()
         shown.count_rollout(rollout(conversation="e"))
     said = " ".join(capsys.readouterr().err.split())
-    assert "1/2 reward 0.500, signal 0%, lag 0, nothing to train on" in said
+    assert "1/2 reward 0.500, signal 0%, lag 0, nothing to train on, 1 failed" in said
     assert "2/2 1 failed" in said, "of the rollouts for the next step"
+
+
+def test_a_rollout_that_fails_after_it_was_played_is_counted_with_its_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    group = [rollout(turn([1], [2], [-1.0], 0.5)) for _ in range(2)]
+    with LoopProgress(2, 2, True) as shown:
+        for one in group:
+            shown.count_rollout(one)
+        group[0].fail(Failure("train", "InvalidInput: refused"))
+        shown.count_step(step_report(0, [group], TrainingBatch([]), [], {}, FourTokenPictures(), 1.0))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "nothing to train on, 1 failed" in said
+    assert "0/2 0 failed" in said, "of the rollouts for the next step"
 
 
 def test_a_resumed_loop_and_an_evaluation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

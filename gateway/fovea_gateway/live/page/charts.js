@@ -1,11 +1,10 @@
 import { draw } from "./dom.js";
 
-export function spark(values) {
-  const width = 64, height = 18;
-  const svg = draw("svg", { class: "spark", width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
-  if (values.length < 2) return svg;
-  const low = Math.min(...values), high = Math.max(...values), span = high - low || 1;
-  const path = values.map((value, at) => `${((at / (values.length - 1)) * (width - 2) + 1).toFixed(1)} ${(height - 2 - ((value - low) / span) * (height - 4)).toFixed(1)}`);
-  svg.append(draw("path", { d: `M${path.join("L")}` }));
-  return svg;
+const WIDTH = 64, HEIGHT = 18;
+export const spark = () => draw("svg", { class: "spark", width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "aria-hidden": "true" }, draw("path"));
+
+export function drawSpark(svg, values) {
+  const low = Math.min(...values), span = Math.max(...values) - low || 1;
+  const points = values.map((value, at) => `${((at / (values.length - 1)) * (WIDTH - 2) + 1).toFixed(1)} ${(HEIGHT - 2 - ((value - low) / span) * (HEIGHT - 4)).toFixed(1)}`);
+  svg.firstChild.setAttribute("d", values.length < 2 ? "" : `M${points.join("L")}`);
 }

@@ -1,5 +1,5 @@
 // The curves of the selected run and of the runs beside it, over each other. Only the curves that are shown are fetched.
-import { $, copy, count, make, many, short } from "./dom.js";
+import { $, copy, count, make, many, say, short } from "./dom.js";
 import { exportCsv, exportPng } from "./exports.js";
 import { plotCurves } from "./plots.js";
 import { Refused, get } from "./stream.js";
@@ -10,8 +10,7 @@ let page = null;  // what main.js supplies: models, nameOf, titles, pairs, hidde
 const fetched = new Map();  // by run: {query, model, found}
 const slots = new Map();  // by run: the number of its colour
 const figures = new Map();  // by metric
-const waiting = new Map();  // by metric: the charts that a next frame draws
-const PER_FRAME = 2;
+const waiting = new Map();  // by metric: what draws its chart in a next frame
 let loading = false, again = false, drawing = false, plotting = false, controls = null, told = null;
 
 export function startCharts(supplied) {
@@ -136,16 +135,16 @@ function draw() {
   place(more.lastChild, further, span, shown);
 }
 
-// Draws two charts, then those left in the next frames. The browser fills the lines after the script, so that a script
-// cannot measure how many fit into a frame.
+// Draws one chart in a frame, because the browser fills the lines after the script; at first all, to be ready early.
 function plot() {
-  for (const [name, does] of [...waiting].slice(0, PER_FRAME)) {
+  const isFirst = !performance.getEntriesByName("curves-drawn").length;
+  for (const [name, does] of waiting) {
     waiting.delete(name);
-    does();
+    if (does() && !isFirst) break;
   }
   plotting = waiting.size > 0;
   if (plotting) requestAnimationFrame(plot);
-  else if (shownRuns().every((id) => fetched.has(id)) && !performance.getEntriesByName("curves-drawn").length) performance.mark("curves-drawn");
+  else if (isFirst && shownRuns().every((id) => fetched.has(id))) performance.mark("curves-drawn");
 }
 
 function place(box, wanted, span, shown) {
@@ -156,7 +155,7 @@ function place(box, wanted, span, shown) {
     one.chart = chart;
     caption(one, shown);
     const options = { smooth: view.smooth, log: view.log, fromZero: ["learning_rate", "accuracy"].includes(chart.name), tip: page.tip, zoomTo };
-    waiting.set(chart.name, () => { if (figures.get(chart.name) === one) plotCurves(one, span, options); });
+    waiting.set(chart.name, () => figures.get(chart.name) === one && plotCurves(one, span, options));
   });
   if (waiting.size && !plotting) { plotting = true; plot(); }
 }
@@ -220,10 +219,11 @@ function toolbar() {
     fill(from, view.zoom ? String(view.zoom[0]) : ""); fill(to, view.zoom ? String(view.zoom[1]) : "");
     whole.disabled = !view.zoom;
     const runs = shown.map((id) => [id, page.nameOf(page.models.get(id)), slotOf(id, shown), page.models.get(id).step]);
+    const made = JSON.stringify(runs.map(([id, name, slot]) => [id, name, slot]));
     chips.hidden = shown.length < 2;
-    if (known === JSON.stringify(runs)) return;
+    if (known === made) return runs.forEach(([, , , step], at) => say(chips.children[at].children[2], `step ${count(step)}`));
     const focused = chips.contains(document.activeElement) ? document.activeElement.dataset.run : null;
-    known = JSON.stringify(runs);
+    known = made;
     chips.replaceChildren(...runs.map(([id, name, slot, step]) => make("li", { title: id }, make("i", { class: `swatch run-${slot}` }), make("span", { class: "chip-name" }, name), make("span", { class: "soft" }, `step ${count(step)}`),
       id === view.run ? null : make("button", { type: "button", class: "quiet", "data-run": id, "aria-label": `Remove ${name}`, title: "Remove from the charts", onclick: () => toggleBeside(id, false) }, "×"))));
     if (focused) [...chips.querySelectorAll("button")].find((one) => one.dataset.run === focused)?.focus({ preventScroll: true });

@@ -11,6 +11,13 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+// Sets the text of an element that has nothing else.
+export function say(element, text) {
+  if (element.textContent === text) return;
+  if (element.firstChild) element.firstChild.data = text;
+  else element.textContent = text;
+}
+
 // Replaces the children of an element that is drawn again. The focus stays on the control with the same place and name.
 export function swap(container, ...children) {
   const active = document.activeElement, isWithin = active !== container && container.contains(active);

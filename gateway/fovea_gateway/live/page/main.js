@@ -1,8 +1,8 @@
 import { showAnswers } from "./answers.js";
 import { showDatums } from "./datums.js";
-import { $, ago, count, make, many, short, shortId, swap } from "./dom.js";
+import { $, ago, count, make, many, say, short, shortId, swap } from "./dom.js";
 import { showAlerts } from "./alerts.js";
-import { spark } from "./charts.js";
+import { drawSpark, spark } from "./charts.js";
 import { isBeside, showCharts, startCharts, toggleBeside } from "./compare.js";
 import { isFound, labelOf, showLabel, startLabels, takeLabels } from "./labels.js";
 import { canTrain, isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
@@ -61,49 +61,67 @@ const mainMetric = (model) => model.spark.name || Object.keys(model.last).find((
 const loopStep = (model) => (LOOP_STEP in model.last ? Math.round(model.last[LOOP_STEP]) : null);
 const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down", lost: "down" };
 
-function item(model) {
-  const metric = mainMetric(model);
-  const what = [model.step ? `step ${count(model.step)}${loopStep(model) ? ` · loop ${count(loopStep(model))}` : ""}` : "no step yet", model.resumed ? `resumed at ${count(model.resumed.step)}` : null, metric ? words(metric) : null, isAdmin() ? ownerName(model.owner) : null].filter(Boolean).join(" · ");
-  const button = make("button", { type: "button", "aria-current": model.id === selected, title: model.id, onclick: () => select(model.id) },
-    make("span", { class: `dot ${stateDot[model.state] ?? ""}`, title: stateOf(model) }), make("span", { class: "name" }, nameOf(model)),
-    make("span", { class: "value number" }, metric ? short(model.last[metric]) : ""), make("span", { class: "what" }, what), spark(model.spark.values));
-  return button;
-}
 const words = (name) => (TITLES[name] ?? name.replaceAll("_", " ")).toLowerCase();
 
-// An entry is drawn when it can be seen: with hundreds of runs most are out of sight.
+// An entry stays in its place and shows the run of that place: the browser would lay out all that move. It is drawn when
+// it can be seen, because most of hundreds are out of sight.
 const sight = new IntersectionObserver((seen) => {
   for (const { target, isIntersecting } of seen) { target.inSight = isIntersecting; if (isIntersecting) drawItem(target); }
 }, { root: $("models"), rootMargin: "150px 0px" });
 
-function drawItem(entry) {
-  if (!entry.isStale || !models.has(entry.model)) return;
-  entry.isStale = false;
-  entry.firstChild.setAttribute("aria-label", `Show ${nameOf(models.get(entry.model))} beside the selected run`);
-  swap(entry.lastChild, item(models.get(entry.model)));
-}
-
-function entryOf(model) {
-  const tick = make("input", { type: "checkbox", title: "Show beside the selected run" });
-  tick.addEventListener("change", () => toggleBeside(model.id, tick.checked));
-  const entry = make("li", {}, tick, make("div"));
-  entry.model = model.id;
+function entryOf() {
+  const tick = make("input", { type: "checkbox", title: "Show beside the selected run" }), entry = make("li", {}, tick, make("div"));
+  tick.addEventListener("change", () => toggleBeside(entry.model, tick.checked));
+  entry.parts = [make("span"), make("span", { class: "name" }), make("span", { class: "value number" }), make("span", { class: "what" }), spark()];
+  entry.button = make("button", { type: "button", onclick: () => select(entry.model) }, entry.parts);
   sight.observe(entry);
   return entry;
 }
 
+function drawItem(entry) {
+  const model = models.get(entry.model), [dot, name, value, what, line] = entry.parts;
+  if (!entry.isStale || !model) return;
+  entry.isStale = false;
+  const metric = mainMetric(model), loop = loopStep(model);
+  say(name, nameOf(model));
+  say(value, metric ? short(model.last[metric]) : "");
+  say(what, [model.step ? `step ${count(model.step)}${loop ? ` · loop ${count(loop)}` : ""}` : "no step yet", model.resumed ? `resumed at ${count(model.resumed.step)}` : null, metric ? words(metric) : null, isAdmin() ? ownerName(model.owner) : null].filter(Boolean).join(" · "));
+  dot.className = `dot ${stateDot[model.state] ?? ""}`;
+  dot.title = stateOf(model);
+  drawSpark(line, model.spark.values);
+  entry.button.title = model.id;
+  entry.firstChild.setAttribute("aria-label", `Show ${name.textContent} beside the selected run`);
+  if (!entry.button.parentElement) entry.lastChild.append(entry.button);
+}
+
+// Shows in an entry a run that has changed or that has come to its place.
+function assign(entry, id) {
+  if (entry.model !== id && !entry.inSight) entry.lastChild.replaceChildren();
+  entry.model = id;
+  entry.isStale = true;
+  if (entry.inSight) drawItem(entry);
+}
+
 function showModels(changed) {
-  for (const model of changed) {
-    if (!items.has(model.id)) items.set(model.id, entryOf(model));
-    const entry = items.get(model.id);
-    entry.isStale = true;
-    if (entry.inSight) drawItem(entry);
-  }
-  for (const id of [...items.keys()]) if (!models.has(id)) { sight.unobserve(items.get(id)); items.get(id).remove(); items.delete(id); }
-  const list = $("models"), wanted = order.map((id) => items.get(id)).filter(Boolean), active = document.activeElement;
-  wanted.forEach((entry, at) => { if (list.children[at] !== entry) list.insertBefore(entry, list.children[at] ?? null); });
-  if (active !== document.activeElement && list.contains(active)) active.focus({ preventScroll: true });
-  return filterModels();
+  const parts = partsOf(), list = $("models"), ids = new Set(changed.map((model) => model.id)), active = document.activeElement, focused = active?.closest("#models li"), followed = focused?.model;
+  const shown = order.filter((id) => models.has(id) && (!parts.has(id) || id === selected || isBeside(id)) && isFound(models.get(id), (model) => [nameOf(model), isAdmin() ? ownerName(model.owner) : ""]));
+  items.clear();
+  shown.forEach((id, at) => {
+    const entry = list.children[at] ?? list.appendChild(entryOf()), tick = entry.firstChild, isTicked = id === selected || isBeside(id);
+    items.set(id, entry);
+    if (entry.model !== id || ids.has(id)) assign(entry, id);
+    if (tick.checked !== isTicked) tick.checked = isTicked;
+    if (tick.disabled !== (id === selected)) tick.disabled = id === selected;
+    if (entry.button.ariaCurrent !== String(id === selected)) entry.button.ariaCurrent = id === selected;
+  });
+  while (list.children.length > shown.length) { sight.unobserve(list.lastChild); list.lastChild.remove(); }
+  const place = items.get(followed);  // the focus stays on its run
+  if (place && place !== focused) { drawItem(place); (active === focused.firstChild ? place.firstChild : place.button).focus({ preventScroll: true }); }
+  const running = [...models.values()].filter((model) => model.state === "ready").length;
+  say($("models-count"), !models.size ? "" : view.search.trim() ? `${count(shown.length)} of ${count(models.size)} found` : `${count(running)} in training, ${count(shown.length)} shown`);
+  $("models-none").hidden = shown.length > 0;
+  say($("models-none"), models.size ? "No run matches." : "None yet.");
+  return parts;
 }
 
 // An earlier part that trains beside the resumed one is a run of its own.
@@ -121,30 +139,10 @@ function partsOf() {
   return hidden;
 }
 
-function filterModels() {
-  let found = 0;
-  const parts = partsOf();
-  for (const [id, entry] of items) {
-    const isShown = isFound(models.get(id), (model) => [nameOf(model), isAdmin() ? ownerName(model.owner) : ""]), isTicked = id === selected || isBeside(id);
-    if (parts.has(id) && !isTicked) { entry.hidden = true; continue; }
-    if (entry.hidden === isShown) entry.hidden = !isShown;
-    if (entry.firstChild.checked !== isTicked) entry.firstChild.checked = isTicked;
-    if (entry.firstChild.disabled !== (id === selected)) entry.firstChild.disabled = id === selected;
-    found += isShown;
-  }
-  const running = [...models.values()].filter((model) => model.state === "ready").length;
-  $("models-count").textContent = !models.size ? "" : view.search.trim() ? `${count(found)} of ${count(models.size)} found` : `${count(running)} in training, ${count(found)} shown`;
-  $("models-none").hidden = found > 0;
-  $("models-none").textContent = models.size ? "No run matches." : "None yet.";
-  return parts;
-}
-
 function select(id) {
-  const before = selected;
   selected = id;
   isAutomatic = false;
   if (view.run !== id) change({ run: id, beside: view.beside.filter((one) => one !== id) });
-  for (const model of [before, id]) items.get(model)?.querySelector("button")?.setAttribute("aria-current", model === id);
   showRun();
   prefer(id);
 }
@@ -211,7 +209,7 @@ function render() {
     // The page selects a run by itself until the user does. Names may arrive after the models, and only with them is a part known.
     const isLost = !models.has(selected) || (isAutomatic && parts.has(selected));
     if (isLost && order.length) { select(order.find((id) => !parts.has(id)) ?? order[0]); isAutomatic = true; }
-    else if (latest.has(selected) || !models.size) showRun();
+    else if (latest.has(selected) || !models.size) requestAnimationFrame(showRun);  // the list has filled this frame
     else if ([...latest.keys()].some(isBeside)) showCharts();
     if (samplesTold) takeSamples({ ...samplesTold, version: samplesTold.version }, nameOfSource);
   }
@@ -316,6 +314,6 @@ onChange(() => {
   if (view.run !== selected && models.has(view.run)) select(view.run);
   if (view.search !== searched) $("models").scrollTop = 0;
   searched = view.search;
-  filterModels();
+  showModels([]);
 });
 begin();

@@ -50,11 +50,16 @@ function nearest(steps, wanted) {
   return wanted - steps[low] <= steps[high] - wanted ? low : high;
 }
 
-// Draws or updates `one.plot` in `one.box`. `span`: the first and the last step shown.
+// Draws or updates `one.plot` in `one.box`; returns false if nothing has changed. `span`: the first and the last step shown.
 export function plotCurves(one, span, options) {
   const { lines } = one.chart, width = Math.max(200, Math.floor(one.box.width ?? one.box.clientWidth));
   const isLog = options.log && lines.some(({ curve }) => curve.mean.some((value) => value > 0));
   const isAlone = new Set(lines.map((line) => line.id)).size === 1;
+  one.box.setAttribute("role", "img");
+  one.box.setAttribute("aria-label", `${one.title}: ${lines.map((line) => `${line.run}${line.isHeldOut ? " held out" : ""} ${short(line.latest)}`).join(", ")}`);
+  const asked = JSON.stringify([lines.map(({ id, run, slot, isHeldOut, resumed }) => [id, run, slot, isHeldOut, resumed]), span, width, isLog, options.smooth]);
+  if (one.plot && one.asked === asked && lines.every(({ curve, loop }, at) => one.drawn[at].curve === curve && one.drawn[at].loop === loop)) return false;
+  one.asked = asked;
   Object.assign(one, { span, isLog, drawn: lines.map((line) => ({ ...line, values: positive(line.isHeldOut ? line.curve.mean : smoothed(line.curve.mean, options.smooth), isLog) })), options });
   const isWithin = (step) => step >= span[0] && step <= span[1], seen = [];
   for (const { curve, values } of one.drawn) {
@@ -68,9 +73,8 @@ export function plotCurves(one, span, options) {
   one.figure.dataset.points = Math.max(...lines.map(({ curve }) => curve.step.length));
   one.figure.dataset.span = span.join("-");
   one.figure.dataset.scale = isLog ? "log" : "linear";
-  one.box.setAttribute("role", "img");
-  one.box.setAttribute("aria-label", `${one.title}: ${lines.map((line) => `${line.run}${line.isHeldOut ? " held out" : ""} ${short(line.latest)}`).join(", ")}`);
   redraw(one, shape, width, HEIGHT, data, () => settings(one, isAlone));
+  return true;
 }
 
 // Updates `one.plot`, or makes a new one if `shape` has changed. `settings` returns uPlot's options but for the size.
