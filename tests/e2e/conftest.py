@@ -15,7 +15,7 @@ from tests.certificates import one_certificate
 from tests.e2e.stack import Stack, running_stack
 from tests.otlp_collector import Collector
 
-_DOWNLOADS = ("tests.e2e.clients.", "tests.e2e.test_cookbook")
+_DOWNLOADS = ("tests.e2e.clients.", "tests.e2e.fovea_data.test_evaluation_harness", "tests.e2e.test_cookbook")
 """Modules with programs that may download from a package index."""
 
 
