@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from unittest import mock
 
 import pytest
@@ -11,8 +11,20 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import fovea_tinyvlm
 from fovea.runtime.settings import TRACE_VARIABLE
+from tests.certificates import one_certificate
 from tests.e2e.stack import Stack, running_stack
 from tests.otlp_collector import Collector
+
+_DOWNLOADS = ("tests.e2e.clients.", "tests.e2e.fovea_data.test_evaluation_harness", "tests.e2e.test_cookbook")
+"""Modules with programs that may download from a package index."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _certificates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Makes clients of this process and of programs that it starts parse a single certificate."""
+    downloads = request.module.__name__.startswith(_DOWNLOADS)
+    with nullcontext() if downloads else one_certificate(tmp_path_factory.mktemp("certificates")):
+        yield
 
 
 @pytest.fixture(scope="package")

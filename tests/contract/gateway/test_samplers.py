@@ -205,15 +205,15 @@ async def test_full_weights_alternate_without_starving_anybody(stand: Stand, res
 
 
 @pytest.mark.slow
-async def test_eight_hundred_samples_pend_and_finish(stand: Stand, rest: Rest) -> None:
-    """The SDK itself keeps at most half as many in progress."""
+async def test_five_hundred_samples_pend_and_finish(stand: Stand, rest: Rest) -> None:
+    """The SDK itself keeps at most 400 in progress."""
     await stand.stop()
     await stand.start(sampler_concurrency=64, poll_hold_s=30.0)
 
     def use(client: tinker.ServiceClient) -> list[types.SampleResponse]:
         sampling = client.create_sampling_client(base_model=MODEL).result()
         params = types.SamplingParams(max_tokens=4)
-        futures = [sampling.sample(types.ModelInput.from_ints([1, 2]), 1, params) for _ in range(800)]
+        futures = [sampling.sample(types.ModelInput.from_ints([1, 2]), 1, params) for _ in range(500)]
         return [future.result() for future in futures]
 
     stand.sampler.open.clear()
@@ -226,7 +226,7 @@ async def test_eight_hundred_samples_pend_and_finish(stand: Stand, rest: Rest) -
         assert (await http.get("get_server_capabilities")).status_code == 200
     stand.sampler.open.set()
     samples = await work
-    assert len(samples) == 800
+    assert len(samples) == 500
     assert stand.sampler.most_running == 64
 
 

@@ -36,7 +36,7 @@ def _run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [64, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [32, pytest.param(200, marks=pytest.mark.long)])
 def test_no_seed_breaks_a_promise(count: int) -> None:
     done = simulate("--seeds", str(count))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -44,7 +44,7 @@ def test_no_seed_breaks_a_promise(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.long)])
 def test_no_seed_breaks_a_promise_with_two_trainers(count: int) -> None:
     """Trainers are killed, drained and disconnected; their models continue on the other one."""
     done = simulate("--seeds", str(count), "--trainers", "2")
@@ -53,7 +53,7 @@ def test_no_seed_breaks_a_promise_with_two_trainers(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.long)])
 def test_no_seed_breaks_a_promise_with_two_gateways(count: int) -> None:
     """Gateways take over each other's shards; they and their router are cut off from the database."""
     done = simulate("--seeds", str(count), "--gateways", "2", "--trainers", "2")

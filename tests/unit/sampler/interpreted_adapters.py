@@ -6,9 +6,12 @@ multiplies bfloat16 bit patterns as integers.
 
 from typing import NamedTuple
 
-import torch
+from fovea.runtime.processes import UNUSED, importing
 
-from fovea_sampler import lora_kernels
+with importing(*UNUSED):
+    import torch
+
+    from fovea_sampler import lora_kernels
 
 SLOT_RANKS = 64
 

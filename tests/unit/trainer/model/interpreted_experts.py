@@ -5,15 +5,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from fovea.runtime.processes import UNUSED, importing
 
-from fovea_trainer.model import expert_kernels
-from fovea_trainer.model.expert_routing import Routing, computed_with_kernels
-from fovea_trainer.model.experts import experts_forward
-from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
-from fovea_trainer.model.model_family import LoraTarget, Role
-from tests.unit.trainer.model.random_experts import COUNT, HIDDEN, random_experts
+with importing(*UNUSED):
+    import torch
+    from torch import Tensor
+
+    from fovea_trainer.model import expert_kernels
+    from fovea_trainer.model.expert_routing import Routing, computed_with_kernels
+    from fovea_trainer.model.experts import experts_forward
+    from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+    from fovea_trainer.model.model_family import LoraTarget, Role
+    from tests.unit.trainer.model.random_experts import COUNT, HIDDEN, random_experts
 
 EXPERTS = 5
 INNER = 70
@@ -48,7 +51,7 @@ def layer(dtype: torch.dtype) -> None:
     exact = dtype == torch.float32
     most = 2e-5 if exact else 8 * torch.finfo(dtype).eps
     # Blocks of 64 copies: one copy alone, one block, and several blocks shared by experts.
-    for token_count, top_k in ((1, 1), (1, 2), (32, 2), (75, 3)) if exact else ((1, 2), (32, 2)):
+    for token_count, top_k in ((1, 1), (1, 2), (32, 2), (43, 3)) if exact else ((1, 2), (32, 2)):
         for rank in (0, 3, 32) if exact else (3,):
             for needing in ((True, True), (True, False), (False, True), (False, False)):
                 if needing != (True, True) and (not exact or rank == 32 or token_count * top_k != 2):
@@ -59,10 +62,13 @@ def layer(dtype: torch.dtype) -> None:
                     expected = compute()
                 with computed_with_kernels(True):
                     found = compute()
-                    again = compute()
+                    # A second pass shows that the first one left nothing behind: for all small cases, and for several
+                    # blocks with an adapter. Each of the others would take the interpreter seconds.
+                    repeated = [compute()] if token_count == 1 or (token_count, rank) == (43, 3) else []
                 case = (dtype, token_count, top_k, rank, needing)
                 _compare(found, expected, most, case)
-                assert all(torch.equal(found[name], again[name]) for name in found), case
+                for again in repeated:
+                    assert all(torch.equal(found[name], again[name]) for name in found), case
 
 
 def _case(

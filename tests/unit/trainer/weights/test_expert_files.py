@@ -61,11 +61,21 @@ def _rank(
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "replicas", "spreads"), [(1, 1, (1,)), (2, 1, (1, 2)), (4, 1, (2,)), (4, 2, (1, 2)), (2, 2, (1,))]
-)
-def test_files_are_laid_out_as_the_base_s(ranks: int, replicas: int, spreads: tuple[int, ...], tmp_path: Path) -> None:
-    run_ranks(_rank, ranks, ranks, replicas, spreads, str(tmp_path), ensure_families(NAMES))
+# Each family is laid out by one rank, by two, and in one of the other layouts; by all of them in `make long`.
+OTHERS = [(4, 1, (2,)), (4, 2, (1, 2)), (2, 2, (1,))]
+LAYOUTS = [
+    (1, 1, (1,), NAMES),
+    (2, 1, (1, 2), NAMES),
+    *((*layout, NAMES[number :: len(OTHERS)]) for number, layout in enumerate(OTHERS)),
+    *(pytest.param(*layout, NAMES, marks=pytest.mark.long) for layout in OTHERS),
+]
+
+
+@pytest.mark.parametrize(("ranks", "replicas", "spreads", "names"), LAYOUTS)
+def test_files_are_laid_out_as_the_base_s(
+    ranks: int, replicas: int, spreads: tuple[int, ...], names: list[str], tmp_path: Path
+) -> None:
+    run_ranks(_rank, ranks, ranks, replicas, spreads, str(tmp_path), ensure_families(names))
 
 
 def test_adapters_of_experts_come_back_together() -> None:
