@@ -92,7 +92,8 @@ async def measure(folder: Path, options: argparse.Namespace) -> float:
     for thread in threads:
         thread.join()
     writer.close()
-    return options.rounds * sum(model.state_bytes for model in models.values()) / seconds
+    rate: float = options.rounds * sum(model.state_bytes for model in models.values()) / seconds
+    return rate
 
 
 def speed_of_disk(folder: Path, size_mib: int) -> float:
@@ -106,7 +107,7 @@ def speed_of_disk(folder: Path, size_mib: int) -> float:
 
 
 def run(folder: str, options: argparse.Namespace, sources: str) -> float:
-    """Measures in a new process, whose sources come first from a folder."""
+    """Measures in a new process. Sources of this checkout are imported only if the other one has none."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if sources:
         places = ("", "client", "gateway", "services/trainer", "services/shared", "libraries")
@@ -132,8 +133,8 @@ def main() -> None:
     parser.add_argument("--inner", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inner is not None:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        print(json.dumps(asyncio.run(measure(Path(options.inner), options))))
+        dist.init_process_group("gloo", init_method=f"file://{options.inner}/meeting", rank=0, world_size=1)
+        print(json.dumps(asyncio.run(measure(Path(options.inner) / "recovery", options))))
         return
     own: list[float] = []
     other: list[float] = []

@@ -68,7 +68,7 @@ class RecoveryKeeper:
         self._speed = StorageSpeed(settings.recovery_most_lag_s, clock)
         self._work = (asyncio.Event(), asyncio.Event())  # one for each task of `run`
         self._written: list[Durability] = []
-        """The models whose next state or snapshot is being copied or written: at most one for each task."""
+        """Models with a state or snapshot that is being copied or written: at most one for each task."""
         self._tried = asyncio.Condition()
         self._failures = self._asked_after = 0  # all so far, and those before the last `flush`
         self.failure = ""
