@@ -61,7 +61,7 @@ async def test_one_piece_is_written_while_the_one_before_is_synced_and_no_more(d
 
 def test_parts_of_any_size_and_kind_are_written_and_summed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(durable, "PIECE_BYTES", 10_000)
-    monkeypatch.setattr(durable, "_SMALL_BYTES", 5_000)
+    monkeypatch.setattr(durable, "_SLICE_BYTES", 3_000)
     with SteadyFile((tmp_path / "large").open("wb"), is_summed=True) as steady:
         assert steady.write(_DATA[:25_000]) == 25_000
         for at in range(25_000, 33_000, 1000):
