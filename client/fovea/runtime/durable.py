@@ -24,8 +24,8 @@ took 0.09 s instead of 0.38, and the write 1.1 times as long; with 8 MiB 0.07 s 
 (`benchmarks.steady_files`).
 """
 _SLICE_BYTES = 2**18
-"""Data of one write. While a piece of the same file was synced, ext4 took 1.3 s for 256 MiB in writes of 32 MiB, and 0.15
-s in writes of 256 KiB, which also are still in the processor's cache when they are summed.
+"""Data of one write. On ext4, writes of 32 MiB beside a sync of the same file took several times as long; data of this
+size is also still in the processor's cache when it is written after its sum.
 """
 _WITHOUT_NAMES = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 """Errors of file systems that cannot sync folders, and of parent folders that this user may not open."""
