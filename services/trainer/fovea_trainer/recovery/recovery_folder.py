@@ -11,27 +11,30 @@ Several trainers may share a store; each model is in one of them. A trainer ther
 models only, and never removes a point that is newer than its own: the gateway may have handed the model over.
 """
 
+import asyncio
 import json
 import logging
+import math
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote, unquote
 
 import torch
 
 import fovea
 from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
-from fovea.wire.errors import Unavailable
+from fovea.wire.errors import StorageBehind, Unavailable
 from fovea_trainer.model.packed_attention import kernel_of
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights.checkpoint_folder import Checksums, Folder
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 POINT = "fovea_point.json"
 SNAPSHOTS = "snapshots"
@@ -39,6 +42,12 @@ STORE = "fovea_store.json"
 """The file with the id of the store. No model's folder has a dot in its name."""
 _ID_TRIES, _ID_PAUSE_S = 100, 0.05
 """Reads of an id that another trainer has begun to write, and the pause in seconds between them."""
+
+_FIRST_BYTES_PER_S = 1e8  # until a write has been measured
+_NEWEST, _PATIENCE = 0.2, 4.0
+"""Weight of the newest write in the measured speed, and how many times as long the next one may take."""
+LINE_S = 20.0
+"""Seconds after which a model that was refused, and has not asked again, loses its position in the line."""
 
 _ROUNDING = (
     "threads", "head_dtype", "replicas", "expert_parallel", "token_budget", "patch_budget", "datum_ranks",
@@ -107,6 +116,114 @@ def numerics_of(settings: TrainerSettings, dtype: torch.dtype, device: torch.dev
         **{name: getattr(settings, name) for name in _ROUNDING},
     }
     return {name: str(value) for name, value in found.items()}
+
+
+class StorageSpeed:
+    """The speed of storage by its last writes, of which the newest has the largest weight. They end in order.
+
+    Args:
+        most_lag_s: Seconds in which storage must be able to write all that is owed.
+        clock: Returns seconds since an arbitrary moment.
+    """
+
+    def __init__(self, most_lag_s: float, clock: Callable[[], float]) -> None:
+        self.most_lag_s, self.least_patience_s, self._clock = most_lag_s, most_lag_s, clock
+        self._bytes = self._seconds = self._idle_s = 0.0
+        self._ended_at = -math.inf
+        self.owed_bytes = 0
+        """Bytes of the writes that were submitted and are not over."""
+
+    async def written(
+        self, write: "Future[T]", size_bytes: int, late: Callable[[str], Awaitable[None]], wanted_s: float = 0.0
+    ) -> T:
+        """Waits for a write of `size_bytes` and measures it, unless its size is 0.
+
+        Args:
+            write: The write.
+            size_bytes: Its size; 0 if it shares a file.
+            late: Called with a message each time the writes that are not over have not returned for `patience_s`.
+            wanted_s: Seconds since the write was wanted. Storage waited for it since then, or since the write before.
+        """
+        began, waiting, is_late = self._clock(), asyncio.wrap_future(write), False
+        idle_s = max(0.0, began - max(began - wanted_s, self._ended_at))
+        self.owed_bytes += size_bytes
+        try:
+            while not (await asyncio.wait([waiting], timeout=self.patience_s(self.owed_bytes)))[0]:
+                is_late, seconds = True, self._clock() - began
+                await late(f"a write of {size_bytes / 2**20:.1f} MiB has not returned for {seconds:.0f} s")
+        finally:
+            self.owed_bytes -= size_bytes
+            before, self._ended_at = self._ended_at, self._clock()
+        if size_bytes and not is_late:
+            self._bytes += _NEWEST * (size_bytes - self._bytes)
+            self._seconds += _NEWEST * (self._ended_at - max(began, before) - self._seconds)
+            self._idle_s += _NEWEST * (idle_s - self._idle_s)
+        return waiting.result()
+
+    async def in_time(self, action: "Future[T]") -> T:
+        """Waits for a file operation after all earlier writes. If storage does not return in time, it still runs later.
+
+        Raises:
+            Unavailable: Storage did not return in time.
+        """
+        waiting, patience_s = asyncio.wrap_future(action), self.patience_s(self.owed_bytes)
+        if not (await asyncio.wait([waiting], timeout=patience_s))[0]:
+            raise Unavailable(f"recovery storage has not returned for {patience_s:.0f} s: look at --recovery")
+        return waiting.result()
+
+    def most_bytes(self, share: float) -> float:
+        """Returns the bytes that storage writes in a share of the longest lag, with its waits between writes."""
+        return share * self.most_lag_s * self._bytes_per_s(self._seconds + self._idle_s)
+
+    def patience_s(self, size_bytes: int) -> float:
+        """Returns the seconds after which storage that does not return from a write counts as failing."""
+        return max(self.least_patience_s, _PATIENCE * size_bytes / self._bytes_per_s(self._seconds))
+
+    def _bytes_per_s(self, seconds: float) -> float:
+        return self._bytes / seconds if self._seconds else _FIRST_BYTES_PER_S
+
+
+class WaitingLine:
+    """Refused models in order, with the bytes that each wants. It drops those that have not asked again for `LINE_S`
+    seconds. Urgent models precede those that have waited for less than that, so new models cannot hold up all others.
+
+    Args:
+        clock: Returns seconds since an arbitrary moment.
+        debt: The things that are owed, for messages.
+        limit: The setting of the limit, for messages.
+    """
+
+    def __init__(self, clock: Callable[[], float], debt: str, limit: str) -> None:
+        self._clock, self._debt, self._limit = clock, debt, limit
+        self._entries: dict[str, tuple[int, float, float]] = {}  # the bytes, when it becomes urgent, when it asked last
+
+    def admit(
+        self, model_id: str, size_bytes: int, owed_bytes: int, most_bytes: float, is_urgent: bool = False
+    ) -> None:
+        """Checks that bytes fit within a limit, after those that are owed and those of models ahead in the line.
+
+        Raises:
+            StorageBehind: They do not fit. The model is then in the line.
+        """
+        now, taken, is_ahead = self._clock(), owed_bytes, True
+        for name, (_, _, asked_at) in list(self._entries.items()):
+            if asked_at <= now - LINE_S:
+                del self._entries[name]
+        _, urgent_at, _ = self._entries.get(model_id, (0, now if is_urgent else now + LINE_S, now))
+        is_urgent = urgent_at <= now
+        for name, (wanted, at, _) in self._entries.items():
+            is_ahead, urgent = is_ahead and name != model_id, at <= now
+            if name != model_id and ((is_ahead and urgent >= is_urgent) or urgent > is_urgent):
+                taken += wanted
+        if not taken or taken + size_bytes <= most_bytes:
+            self._entries.pop(model_id, None)
+            return
+        self._entries[model_id] = (size_bytes, urgent_at, now)
+        owed, most = owed_bytes / 2**20, most_bytes / 2**20
+        raise StorageBehind(
+            f"recovery storage is behind: {owed:.0f} MiB of {self._debt} wait to be written, the limit is {most:.0f} "
+            f"MiB ({self._limit}), and {len(self._entries)} models wait: the request waits until storage has caught up"
+        )
 
 
 class RecoveryFolder:

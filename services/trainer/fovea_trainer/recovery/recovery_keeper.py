@@ -1,4 +1,5 @@
-"""Scheduling of durable points, on rank 0, while clients' commands run. One state or snapshot is written at a time.
+"""Scheduling of durable points, on rank 0, while clients' commands run. One state or snapshot is written at a time;
+meanwhile the next state is copied.
 
 Models take turns: the model with the oldest change or snapshot that is not durable is next, and models without a point
 precede others. A turn first writes the snapshots that the model has outgrown, then its newest state. A model that
@@ -16,22 +17,16 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from fovea.wire.errors import NotFound, Unavailable
 from fovea_trainer import command_queue, trainer_metrics
 from fovea_trainer.command_queue import CommandQueue
-from fovea_trainer.recovery.recovery_writer import (
-    Durability,
-    PendingSnapshot,
-    PendingState,
-    RecoveryWriter,
-    StorageSpeed,
-    WaitingLine,
-)
+from fovea_trainer.recovery.recovery_folder import StorageSpeed, WaitingLine
+from fovea_trainer.recovery.recovery_writer import Durability, PendingSnapshot, PendingState, RecoveryWriter
 from fovea_trainer.settings import TrainerSettings
+from fovea_trainer.weights.host_memory import AHEAD_BYTES
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -71,10 +66,11 @@ class RecoveryKeeper:
         self._snapshot_line = WaitingLine(clock, "snapshots", f"--snapshot-memory-mib, or {bound}")
         self._change_line = WaitingLine(clock, "states and snapshots", bound)
         self._speed = StorageSpeed(settings.recovery_most_lag_s, clock)
-        self._being_written = 0
-        self._work = asyncio.Event()
+        self._work = (asyncio.Event(), asyncio.Event())  # one for each task of `run`
+        self._written: list[Durability] = []
+        """Models with a state or snapshot that is being copied or written: at most one for each task."""
         self._tried = asyncio.Condition()
-        self._failures = 0
+        self._failures = self._asked_after = 0  # all so far, and those before the last `flush`
         self.failure = ""
         """The error of the last write, while storage fails or does not return; empty while it works."""
         self._pause_s = 0.0
@@ -104,7 +100,7 @@ class RecoveryKeeper:
         """Notes that a command has changed weights. Call it after each such command."""
         model = self._models.setdefault(model_id, Durability())
         model.since = min(model.since, self._clock())
-        self._work.set()
+        self._wake()
 
     @asynccontextmanager
     async def changing(self, model_id: str, state_bytes: int) -> AsyncIterator[None]:
@@ -166,7 +162,7 @@ class RecoveryKeeper:
                 model.since = min(model.since, self._clock())
         finally:
             self._in_progress.remove(pending)
-            self._work.set()
+            self._wake()
 
     async def flush(self, model_id: str) -> tuple[int, int]:
         """Waits until a model and its snapshots are durable.
@@ -178,9 +174,9 @@ class RecoveryKeeper:
             Unavailable: Storage failed, or did not return in time.
         """
         model = self._models.setdefault(model_id, Durability())
-        failures = self._failures
+        failures = self._asked_after = self._failures
         model.wanted += 1
-        self._work.set()
+        self._wake()
         try:
             async with self._tried:
                 await self._tried.wait_for(lambda: self._failures > failures or not self._is_behind(model_id))
@@ -221,10 +217,17 @@ class RecoveryKeeper:
 
     async def run(self) -> None:
         """Writes all states and snapshots that are not durable, until cancelled. Pauses longer after each failure."""
+        async with asyncio.TaskGroup() as group:
+            second = group.create_task(self._write_in_turn(*self._work))
+            await self._write_in_turn(*reversed(self._work))
+            second.cancel()
+
+    async def _write_in_turn(self, work: asyncio.Event, other_work: asyncio.Event) -> None:
         while True:
-            self._work.clear()
+            work.clear()
+            done = False
             try:
-                done = await self._write_next()
+                done = await self._write_next(other_work)
             except Unavailable:  # the trainer is shutting down after a failure
                 return
             except Exception as error:  # storage libraries raise exceptions of many types
@@ -232,24 +235,32 @@ class RecoveryKeeper:
             else:
                 async with self._tried:
                     self._tried.notify_all()
-                if not done:
-                    await self._wait()
+            if not done:
+                await self._wait(work)
 
-    async def _write_next(self) -> bool:
+    async def _write_next(self, other_work: asyncio.Event) -> bool:
         """Writes the next state or snapshot. Returns False if there is nothing to write now."""
-        now = self._clock()
-        if now < self._paused_until and not any(model.wanted for model in self._models.values()):
+        now, models = self._clock(), self._models.items()
+        if now < self._paused_until and self._asked_after < self._failures:
             return False
-        owed = [(name, model) for name, model in self._models.items() if model.snapshots or self._is_due(name, now)]
+        beside = self._written
+        owed = [one for one in models if one[1] not in beside and (one[1].snapshots or self._is_due(one[0], now))]
         if not owed:
             return False
         # A snapshot that shares a file costs nothing, so it waits for no other model.
         model_id, model = min(owed, key=lambda one: one[1].place(_HEAD_START * self._speed.most_lag_s))
-        first = model.snapshots[0] if model.snapshots else None
-        if first is not None and not (self._is_due(model_id, now) and first.change_count == self._changes_of(model_id)):
-            await self._write_snapshot(model_id, model, first)
-        else:
-            await self._write_state(model_id, model)
+        if beside and (self.failure or not all(0 < each.state_bytes <= AHEAD_BYTES for each in (model, *beside))):
+            return False
+        first, count = model.snapshots[0] if model.snapshots else None, self._changes_of(model_id)
+        beside.append(model)
+        try:
+            if first is None or (self._is_due(model_id, now) and first.change_count == count):
+                await self._write_state(model_id, model)
+            else:
+                await self._write_snapshot(model_id, model, first)
+        finally:
+            beside.remove(model)
+            other_work.set()
         return True
 
     def _is_due(self, model_id: str, now: float) -> bool:
@@ -277,7 +288,8 @@ class RecoveryKeeper:
             model.copied_count, model.written_since = state.change_count, model.since
             model.since = self._clock() if self._changes_of(model_id) > state.change_count else math.inf
         try:
-            size_bytes = await self._timed(state.written, state.size_bytes, self._clock() - began)
+            wanted_s = self._clock() - began
+            size_bytes = await self._speed.written(state.written, state.size_bytes, self._note_failure, wanted_s)
         except BaseException:
             model.copied_count, model.since = model.durable_count, min(model.since, model.written_since)
             model.written_since = math.inf
@@ -293,7 +305,8 @@ class RecoveryKeeper:
     async def _write_snapshot(self, model_id: str, model: Durability, pending: PendingSnapshot) -> None:
         point = model.durable if model.shares_point(pending) else None
         owed_bytes = pending.size_bytes if point is None else 0
-        size_bytes = await self._timed(self._writer.write_snapshot(pending.snapshot_id, point), owed_bytes)
+        written = self._writer.write_snapshot(pending.snapshot_id, point)
+        size_bytes = await self._speed.written(written, owed_bytes, self._note_failure)
         if size_bytes is None:
             logger.warning("snapshot %s was dropped from memory before it was written: it is lost", pending.snapshot_id)
             trainer_metrics.DURABLE_FAILURES.inc()
@@ -304,14 +317,6 @@ class RecoveryKeeper:
             model.since = math.inf
         self._succeeded("snapshot", size_bytes or 0)
 
-    async def _timed(self, written: "Future[T]", owed_bytes: int, idle_s: float = 0.0) -> T:
-        """Waits for a write of `owed_bytes` (0 if it shares a file), for which storage had waited for `idle_s`."""
-        self._being_written = owed_bytes
-        try:
-            return await self._speed.written(written, owed_bytes, self._note_failure, idle_s)
-        finally:
-            self._being_written = 0
-
     def _succeeded(self, kind: str, size_bytes: int) -> None:
         if self.failure:
             logger.info("recovery storage works again")
@@ -319,10 +324,10 @@ class RecoveryKeeper:
         trainer_metrics.DURABLE_BYTES.labels(kind).inc(size_bytes)
 
     async def _failed(self, error: Exception) -> None:
-        self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
-        self._paused_until = self._clock() + self._pause_s
+        if (now := self._clock()) >= self._paused_until:  # else another write has failed just before
+            self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
+            self._paused_until = now + self._pause_s
         await self._note_failure(str(error) or type(error).__name__)
-        await self._wait()
 
     async def _note_failure(self, words: str) -> None:
         self._failures += 1
@@ -335,16 +340,20 @@ class RecoveryKeeper:
         async with self._tried:
             self._tried.notify_all()
 
-    async def _wait(self) -> None:
+    async def _wait(self, work: asyncio.Event) -> None:
         """Waits for new work, or until postponed work is due."""
         put_off = [model.next_at for model_id, model in self._models.items() if self._lag_of(model_id)]
-        if put_off or any(model.snapshots for model in self._models.values()):
+        if not self._written and (put_off or any(model.snapshots for model in self._models.values())):
             next_at = max(self._paused_until, min(put_off, default=0.0))
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, next_at - self._clock())):
-                    await self._work.wait()
+                    await work.wait()
         else:
-            await self._work.wait()
+            await work.wait()
+
+    def _wake(self) -> None:
+        for work in self._work:
+            work.set()
 
     def _changes_of(self, model_id: str) -> int:
         return self._writer.changes_of(model_id)
@@ -359,7 +368,7 @@ class RecoveryKeeper:
 
     def _owed_bytes(self) -> int:
         """Returns the bytes of all states and snapshots that storage should write now."""
-        owed, now = self._being_written, self._clock()
+        owed, now = self._speed.owed_bytes, self._clock()
         for model_id, model in self._models.items():
             if model.since == math.inf and not model.changing:
                 continue
@@ -382,16 +391,7 @@ class RecoveryKeeper:
             logger.warning("%s could not be removed: %s", what, error)
 
     async def _in_order(self, action: Callable[[], T]) -> T:
-        """Runs a file operation after all earlier writes. If storage does not return in time, it still runs later.
-
-        Raises:
-            Unavailable: Storage did not return in time.
-        """
-        waiting = asyncio.wrap_future(self._writer.in_order(action))
-        patience_s = self._speed.patience_s(self._being_written)
-        if not (await asyncio.wait([waiting], timeout=patience_s))[0]:
-            raise Unavailable(f"recovery storage has not returned for {patience_s:.0f} s: look at --recovery")
-        return waiting.result()
+        return await self._speed.in_time(self._writer.in_order(action))
 
     @property
     def _writer(self) -> RecoveryWriter:

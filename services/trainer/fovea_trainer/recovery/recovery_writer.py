@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -19,24 +19,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fovea.wire.errors import NotFound, StorageBehind
+from fovea.wire.errors import NotFound
 from fovea_trainer.model.trained_model import TrainedModel
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import Point, RecoveryFolder
 from fovea_trainer.weights.checkpoint_folder import Checksums, Folder
-from fovea_trainer.weights.host_memory import HostCopies
+from fovea_trainer.weights.host_memory import CopiesAhead, HostCopies
 from fovea_trainer.weights.snapshot_store import SnapshotStore
 from fovea_trainer.weights.snapshot_taker import write_snapshot, write_snapshot_of_point
 from fovea_trainer.weights.training_state import ModelState, StateStore, state_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_FIRST_BYTES_PER_S = 1e8  # until a write has been measured
-_NEWEST, _PATIENCE = 0.2, 4.0
-"""Weight of the newest write in the measured speed, and how many times as long the next one may take."""
-LINE_S = 20.0
-"""Seconds after which a model that was refused, and has not asked again, loses its position in the line."""
 
 
 @dataclass(frozen=True)
@@ -137,93 +131,6 @@ class Durability:
         return self.durable is not None and snapshot.change_count == self.durable_count
 
 
-class StorageSpeed:
-    """The speed of storage by its last writes, of which the newest has the largest weight.
-
-    Args:
-        most_lag_s: Seconds in which storage must be able to write all that is owed.
-        clock: Returns seconds since an arbitrary moment.
-    """
-
-    def __init__(self, most_lag_s: float, clock: Callable[[], float]) -> None:
-        self.most_lag_s, self.least_patience_s, self._clock = most_lag_s, most_lag_s, clock
-        self._bytes = self._seconds = self._idle_s = 0.0
-
-    async def written(
-        self, write: "Future[T]", size_bytes: int, late: Callable[[str], Awaitable[None]], idle_s: float = 0.0
-    ) -> T:
-        """Waits for a write of `size_bytes` and measures it, unless its size is 0.
-
-        Args:
-            write: The write.
-            late: Called with a message each time the write has not returned for `patience_s`.
-            idle_s: Seconds for which storage waited for this write.
-        """
-        began, waiting, is_late = self._clock(), asyncio.wrap_future(write), False
-        while not (await asyncio.wait([waiting], timeout=self.patience_s(size_bytes)))[0]:
-            is_late, seconds = True, self._clock() - began
-            await late(f"a write of {size_bytes / 2**20:.1f} MiB has not returned for {seconds:.0f} s")
-        if size_bytes and not is_late:
-            self._bytes += _NEWEST * (size_bytes - self._bytes)
-            self._seconds += _NEWEST * (self._clock() - began - self._seconds)
-            self._idle_s += _NEWEST * (idle_s - self._idle_s)
-        return waiting.result()
-
-    def most_bytes(self, share: float) -> float:
-        """Returns the bytes that storage writes in a share of the longest lag, with its waits between writes."""
-        return share * self.most_lag_s * self._bytes_per_s(self._seconds + self._idle_s)
-
-    def patience_s(self, size_bytes: int) -> float:
-        """Returns the seconds after which storage that does not return from a write counts as failing."""
-        return max(self.least_patience_s, _PATIENCE * size_bytes / self._bytes_per_s(self._seconds))
-
-    def _bytes_per_s(self, seconds: float) -> float:
-        return self._bytes / seconds if self._seconds else _FIRST_BYTES_PER_S
-
-
-class WaitingLine:
-    """Refused models in order, with the bytes that each wants. It drops those that have not asked again for `LINE_S`
-    seconds. Urgent models precede those that have waited for less than that, so new models cannot hold up all others.
-
-    Args:
-        clock: Returns seconds since an arbitrary moment.
-        debt: The things that are owed, for messages.
-        limit: The setting of the limit, for messages.
-    """
-
-    def __init__(self, clock: Callable[[], float], debt: str, limit: str) -> None:
-        self._clock, self._debt, self._limit = clock, debt, limit
-        self._entries: dict[str, tuple[int, float, float]] = {}  # the bytes, when it becomes urgent, when it asked last
-
-    def admit(
-        self, model_id: str, size_bytes: int, owed_bytes: int, most_bytes: float, is_urgent: bool = False
-    ) -> None:
-        """Checks that bytes fit within a limit, after those that are owed and those of models ahead in the line.
-
-        Raises:
-            StorageBehind: They do not fit. The model is then in the line.
-        """
-        now, taken, is_ahead = self._clock(), owed_bytes, True
-        for name, (_, _, asked_at) in list(self._entries.items()):
-            if asked_at <= now - LINE_S:
-                del self._entries[name]
-        _, urgent_at, _ = self._entries.get(model_id, (0, now if is_urgent else now + LINE_S, now))
-        is_urgent = urgent_at <= now
-        for name, (wanted, at, _) in self._entries.items():
-            is_ahead, urgent = is_ahead and name != model_id, at <= now
-            if name != model_id and ((is_ahead and urgent >= is_urgent) or urgent > is_urgent):
-                taken += wanted
-        if not taken or taken + size_bytes <= most_bytes:
-            self._entries.pop(model_id, None)
-            return
-        self._entries[model_id] = (size_bytes, urgent_at, now)
-        owed, most = owed_bytes / 2**20, most_bytes / 2**20
-        raise StorageBehind(
-            f"recovery storage is behind: {owed:.0f} MiB of {self._debt} wait to be written, the limit is {most:.0f} "
-            f"MiB ({self._limit}), and {len(self._entries)} models wait: the request waits until storage has caught up"
-        )
-
-
 class RecoveryWriter:
     """Writes and finds durable points. Only the rank's thread may call methods that do not say otherwise.
 
@@ -255,10 +162,10 @@ class RecoveryWriter:
         self._numerics = dict(numerics)
         # The writer thread has its own control group, so that its collectives never interleave with those of commands.
         self._states = StateStore(ControlGroup(), base_model)
-        self._copies = HostCopies(device)
+        self._copies = CopiesAhead(device)
+        self._fetches = HostCopies(device)
         self._thread = ThreadPoolExecutor(1, "recovery")
         self._changes: dict[str, Change] = {}
-        self._writing: Future[int] | None = None
 
     def before_change(self, model_id: str) -> None:
         """Waits until a pending copy of this model is made.
@@ -299,7 +206,8 @@ class RecoveryWriter:
     def write_state(self, model: TrainedModel, change_count: int | None = None) -> PendingState | None:
         """Copies the state of a model and submits it for writing. Collective.
 
-        Wait for the returned future before the next call, which reuses the host buffer.
+        Until the future before the returned one is done, the next call waits: there are two host buffers. It also waits
+        for the returned one if a state is larger than `AHEAD_BYTES`.
 
         Args:
             model: The model.
@@ -311,12 +219,12 @@ class RecoveryWriter:
         change = self._changes[model.model_id]
         if change_count not in (None, change.count):
             return None
-        if self._writing is not None:
-            self._writing.exception()  # waits: rank 0 may have finished its write slightly earlier
         state = state_of(model, self._control.rank, lambda live: self._copied(live, model.model_id))
-        self._writing = self._thread.submit(self._write, model.model_id, state, change)
+        written = self._copies.read_by(
+            lambda copies: self._thread.submit(self._write, model.model_id, state, change, copies)
+        )
         size_bytes = sum(tensor.nbytes for group in state.tensors.values() for tensor in group.values())
-        return PendingState(change.seq_id, change.count, size_bytes, self._writing)
+        return PendingState(change.seq_id, change.count, size_bytes, written)
 
     def find(self, model_id: str) -> tuple[str, Point]:
         """Returns URL and description of the newest undamaged point of a model. Collective.
@@ -373,7 +281,7 @@ class RecoveryWriter:
             url = self.folder.snapshot_url(model_id, snapshot_id)
             if point is not None:
                 return write_snapshot_of_point(found, url, Folder.at(self.folder.point_url(model_id, point)))
-            tensors = {name: self._copies.fetched(tensor) for name, tensor in found.tensors.items()}
+            tensors = {name: self._fetches.fetched(tensor) for name, tensor in found.tensors.items()}
             return write_snapshot(replace(found, tensors=tensors), url, self._base_model)
 
         return self.in_order(write)
@@ -385,8 +293,8 @@ class RecoveryWriter:
     def _copied(self, live: Sequence[Tensor], model_id: str) -> list[Tensor]:
         return self._control.agree(lambda: self._copies.of(live, model_id))
 
-    def _write(self, model_id: str, state: ModelState, change: Change) -> int:
-        self._copies.wait()
+    def _write(self, model_id: str, state: ModelState, change: Change, copies: HostCopies) -> int:
+        copies.wait()
 
         def describe(folder: Folder, checksums: Checksums) -> None:
             lora = asdict(state.lora) if state.lora else None

@@ -4,12 +4,14 @@ import logging
 import os
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
+import torch
 from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
 
 from fovea.runtime.durable import PIECE_BYTES, SteadyFile, naming_full_disk, sync_folder, sync_place
 from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 Chunks = Iterable[bytes | memoryview]
 """The content of a file as consecutive chunks."""
+
 
 Checksums = dict[str, int]
 """CRC-32 of each file, keyed by the path of the file within its folder."""
@@ -82,8 +85,8 @@ class Folder:
         """Returns True if the file exists."""
         return bool(self.files.exists(f"{self.path}/{name}"))
 
-    def write(self, name: str, data: bytes | Chunks) -> None:
-        """Writes one file of a folder that `stage` created.
+    def write(self, name: str, data: bytes | Chunks, is_summed: bool = False) -> int:
+        """Writes one file of a folder that `stage` created. Returns its CRC-32 if `is_summed`, else 0.
 
         Raises:
             DiskFull: The disk is full.
@@ -91,11 +94,11 @@ class Folder:
         with naming_full_disk(self.path.partition(STAGING_SUFFIX)[0]):
             if isinstance(data, bytes) and len(data) < PIECE_BYTES:
                 self.files.pipe_file(f"{self.path}/{name}", data)
-                return
-            with self.files.open(f"{self.path}/{name}", "wb") as file:
-                steady = SteadyFile(file)
+                return zlib.crc32(data) if is_summed else 0
+            with SteadyFile(self.files.open(f"{self.path}/{name}", "wb"), is_summed) as file:
                 for part in [data] if isinstance(data, bytes) else data:
-                    steady.write(part)
+                    file.write(part)
+            return file.checksum
 
     def share(self, name: str, other: "Folder") -> None:
         """Gives this folder a file of another folder of the same file system, without copying it where possible.
@@ -217,6 +220,25 @@ class Folder:
             self.files.rm(self.path, recursive=True)
 
 
+def chunks_of(tensors: Iterable[Tensor]) -> Chunks:
+    """Yields the bytes of tensors. Tensors that follow each other in memory are one chunk.
+
+    A thread that writes many chunks waits for the GIL after each, up to 5 ms while another thread runs Python.
+    """
+    joined = torch.empty(0, dtype=torch.uint8)
+    for tensor in tensors:
+        part = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        is_same = part.untyped_storage().data_ptr() == joined.untyped_storage().data_ptr()
+        if is_same and part.storage_offset() == joined.storage_offset() + len(joined):
+            joined = joined.as_strided((len(joined) + len(part),), (1,))
+            continue
+        if len(joined):
+            yield joined.numpy().data
+        joined = part
+    if len(joined):
+        yield joined.numpy().data
+
+
 Describe = Callable[[Folder, Checksums], None]
 """Writes a description of the files in a folder, such as a manifest. Receives the filled folder and its checksums."""
 
@@ -242,35 +264,11 @@ def write_folder(
         for name, other in (shared or {}).items():
             staging.share(name, other)
         for name, data in files.items():
-            staging.write(name, data if last is None else _summed(name, data, sums))
+            sums[name] = staging.write(name, data, is_summed=last is not None)
         if last is not None:
             last(staging, sums)
 
     return target.replace(target.stage(), fill)
-
-
-def _summed(name: str, data: bytes | Chunks, sums: Checksums) -> Iterator[bytes | memoryview]:
-    """Yields the chunks of a file, and adds each to the file's checksum in `sums`."""
-    sums[name] = 0
-    for part in [data] if isinstance(data, bytes) else data:
-        sums[name] = zlib.crc32(part, sums[name])
-        yield part
-
-
-class SummedFile:
-    """A file-like object that computes the CRC-32 of the bytes written to it, in order."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.checksum = 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Writes the data to the underlying file and adds it to the checksum."""
-        self.checksum = zlib.crc32(data, self.checksum)
-        return int(self._file.write(data))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 def stage_together(control: ControlGroup, uri: str) -> tuple[Folder, Folder]:

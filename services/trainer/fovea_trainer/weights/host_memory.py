@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ _CHUNK = 2**24
 """Elements of one host tensor. Torch rounds the size of pinned memory up to a power of two, so large tensors would
 waste up to half of it.
 """
+AHEAD_BYTES = 2**30
+"""The largest state that is copied while another is written."""
 _HOST_RESERVE_BYTES = 2**30
 _ROOM_AHEAD_BYTES = 8 * 2**30
 """Memory to free beyond what is missing, so that not every command of many active models must move others."""
@@ -39,6 +41,15 @@ class HostCopies:
         self._owner = ""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the buffer."""
+        return self._memory.numel()
+
+    def release(self) -> None:
+        """Frees the buffer."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
     def of(self, tensors: Sequence[Tensor], owner: str) -> list[Tensor]:
         """Copies tensors as they are after all device work queued so far. The copies are valid until the next call.
 
@@ -53,7 +64,7 @@ class HostCopies:
         """
         sizes = [-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors]
         if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
+            self.release()  # before the new one is allocated
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._stream is not None)
         parts = torch.split(self._memory[: sum(sizes)], sizes)
         copies = [
@@ -92,6 +103,57 @@ class HostCopies:
         """Waits until the copies are complete. Callable from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
+
+
+class CopiesAhead:
+    """Two `HostCopies` in turn: one state is copied while the one before it is written.
+
+    Together they take at most two times `AHEAD_BYTES`; a larger state has a buffer alone, and waits for the one before.
+
+    Args:
+        device: Device of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._turns = [_Turn(HostCopies(device)), _Turn(HostCopies(device))]
+
+    def of(self, tensors: Sequence[Tensor], owner: str) -> list[Tensor]:
+        """Does the same as `HostCopies.of`. The copies are valid until the write of `read_by` is over."""
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        oldest, newest = self._turns
+        oldest.finish()
+        if max(size_bytes, newest.copies.size_bytes) > AHEAD_BYTES:
+            newest.finish()
+            if size_bytes > AHEAD_BYTES and newest.copies.size_bytes > oldest.copies.size_bytes:
+                oldest, newest = newest, oldest
+            newest.copies.release()
+        self._turns = [newest, oldest]
+        return oldest.copies.of(tensors, owner)
+
+    def read_by(self, write: Callable[[HostCopies], "Future[int]"]) -> "Future[int]":
+        """Submits the write of the newest copies, for which the function must `wait`."""
+        newest = self._turns[1]
+        newest.written = write(newest.copies)
+        return newest.written
+
+    def before_writing(self, owner: str) -> None:
+        """Does the same as `HostCopies.before_writing`."""
+        for turn in self._turns:
+            turn.copies.before_writing(owner)
+
+
+@dataclass
+class _Turn:
+    """A buffer, and the write that reads it."""
+
+    copies: HostCopies
+    written: "Future[int] | None" = None
+
+    def finish(self) -> None:
+        """Waits until nothing reads the buffer. A failure of the write is reported where it is awaited."""
+        if self.written is not None:
+            wait([self.written])
+            self.written = None
 
 
 class SaveThread:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fovea.runtime.durable import SteadyFile, naming_full_disk
 from fovea.wire.errors import InvalidInput
 from fovea_trainer.ranks.control_group import MetadataUnpickler
-from fovea_trainer.weights.checkpoint_folder import Checksums, SummedFile
+from fovea_trainer.weights.checkpoint_folder import Checksums
 
 
 class WrittenFiles(FileSystem):
@@ -43,12 +43,11 @@ class WrittenFiles(FileSystem):
         with naming_full_disk(self._destination), super().create_stream(path, mode) as stream:
             if "w" not in mode:
                 yield stream
-            elif not self._is_summed:
-                yield cast(io.IOBase, SteadyFile(stream))
-            else:
-                summed = SummedFile(SteadyFile(stream))
-                yield cast(io.IOBase, summed)
-                self.checksums[os.path.basename(path)] = summed.checksum
+                return
+            with SteadyFile(stream, self._is_summed) as file:
+                yield cast(io.IOBase, file)
+            if self._is_summed:
+                self.checksums[os.path.basename(path)] = file.checksum
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)

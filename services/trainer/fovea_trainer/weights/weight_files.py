@@ -24,7 +24,7 @@ from fovea_trainer.model.experts import ExpertLayout
 from fovea_trainer.model.lora import PEFT_PREFIX
 from fovea_trainer.model.sharding import full_of
 from fovea_trainer.ranks.control_group import ControlGroup
-from fovea_trainer.weights.checkpoint_folder import Chunks, Folder
+from fovea_trainer.weights.checkpoint_folder import Chunks, Folder, chunks_of
 
 SHARD_BYTES = 4 * 2**30
 EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -259,9 +259,7 @@ def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Chunks:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
-    for tensor in named.values():
-        if tensor.numel():
-            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    yield from chunks_of(named.values())
 
 
 def peft_files(

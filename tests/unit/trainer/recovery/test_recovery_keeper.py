@@ -1,6 +1,8 @@
 """The order of durable points: the real keeper, queue and writer, with slow or unwritable storage."""
 
 import asyncio
+import errno
+import multiprocessing
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,19 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from fovea.api.v1 import weights_pb2
+from fovea.runtime import durable
 from fovea.wire.errors import NotFound, StorageBehind, Unavailable
 from fovea_trainer.command_queue import CommandQueue, KeepState, Shutdown, resolve
 from fovea_trainer.model.lora import LoraInjector, LoraSettings
 from fovea_trainer.model.model_family import LoraTarget, Role
 from fovea_trainer.model.trained_model import AdapterModel
 from fovea_trainer.ranks.control_group import ControlGroup
-from fovea_trainer.recovery.recovery_folder import RecoveryFolder
+from fovea_trainer.recovery import recovery_keeper
+from fovea_trainer.recovery.recovery_folder import RecoveryFolder, StorageSpeed
 from fovea_trainer.recovery.recovery_keeper import RecoveryKeeper
-from fovea_trainer.recovery.recovery_writer import RecoveryWriter, StorageSpeed
+from fovea_trainer.recovery.recovery_writer import RecoveryWriter
 from fovea_trainer.settings import TrainerSettings
+from fovea_trainer.weights import checkpoint_folder
 from fovea_trainer.weights.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
 from tests.waiting import eventually
 
@@ -71,6 +77,7 @@ class Trainer:
         self.copied: list[tuple[str, int, list[str]]] = []
         self.snapshots: list[str] = []
         self.before_copy: Callable[[], None] = lambda: None
+        self._gates: list[threading.Event] = []
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -103,6 +110,7 @@ class Trainer:
     def hold(self) -> threading.Event:
         """Makes storage slow: nothing is written until the returned event is set."""
         gate = threading.Event()
+        self._gates.append(gate)
         self.engine.recovery.in_order(gate.wait)
         return gate
 
@@ -113,6 +121,8 @@ class Trainer:
         return self.keeper.durable_seq_ids == kept == wanted
 
     def stop(self) -> None:
+        for gate in self._gates:  # for a test that failed
+            gate.set()
         self.queue.shut_down()
         self._thread.join()
         self.engine.recovery.close()
@@ -465,12 +475,136 @@ async def test_waits_of_storage_lower_what_it_may_owe_but_not_what_counts_as_a_h
 
     now = [0.0]
     speed = StorageSpeed(60.0, lambda: now[0])
-    for idle_s in (0.0, 9.0):
+    found = []
+    for idle_s, wanted_s in ((0.0, 0.0), (0.0, 1.0), (9.0, 10.0)):  # the second was wanted during the first
+        now[0] += idle_s
         write: Future[str] = Future()
         write.set_result("")
         asyncio.get_running_loop().call_soon(now.__setitem__, 0, now[0] + 1.0)
-        await speed.written(write, 10**9, note, idle_s)
-        if not idle_s:
-            patience_s, most = speed.patience_s(10**11), speed.most_bytes(1.0)
-    assert speed.patience_s(10**11) == pytest.approx(patience_s)
-    assert speed.most_bytes(1.0) < most / 2
+        await speed.written(write, 10**9, note, wanted_s)
+        found.append((speed.patience_s(10**11), speed.most_bytes(1.0)))
+    assert [patience_s for patience_s, _ in found] == [pytest.approx(found[0][0])] * 3
+    assert found[1][1] == pytest.approx(found[0][1])
+    assert found[2][1] < found[0][1] / 2
+
+
+async def test_the_time_of_a_write_begins_when_the_write_before_it_ends() -> None:
+    async def note(words: str) -> None:
+        raise AssertionError(words)
+
+    now = [0.0]
+    speed = StorageSpeed(60.0, lambda: now[0])
+    writes: list[Future[str]] = [Future(), Future()]
+    waiting = [asyncio.create_task(speed.written(write, 10**9, note)) for write in writes]
+    await asyncio.sleep(0)
+    assert speed.owed_bytes == 2 * 10**9
+    for write, task in zip(writes, waiting, strict=True):
+        now[0] += 1.0
+        write.set_result("")
+        await task
+    assert speed.owed_bytes == 0
+    assert speed.most_bytes(1.0) == pytest.approx(60 * 10**9)
+
+
+def weights_of(root: Path, model_id: str, seq_id: int) -> dict[str, Tensor]:
+    return load_file(root / model_id / str(seq_id) / "adapter_model.safetensors")
+
+
+async def step(trainer: Trainer, model_id: str, seq_id: int) -> dict[str, Tensor]:
+    """Changes the weights of a model, as optim_step does. Returns them."""
+    model = trainer.engine.models[model_id]
+    async with trainer.keeper.changing(model_id, model.state_bytes):
+        model.weights.flat.detach().uniform_()
+        trainer.change(model_id, seq_id)
+    return {name: part.clone() for name, part in model.weights.named(model.weights.flat.detach())}
+
+
+async def test_one_state_is_copied_while_another_is_written_and_no_more(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.create("c")
+    slow = trainer.hold()
+    expected = {model_id: await step(trainer, model_id, 1) for model_id in ("a", "b", "c")}
+    await eventually(lambda: len(trainer.copied) == 2)
+    await eventually(lambda: trainer.keeper._speed.owed_bytes == 2 * trainer.engine.models["a"].state_bytes)
+    assert trainer.keeper.durable_seq_ids == {}
+    again = trainer.hold()
+    slow.set()
+    await eventually(lambda: len(trainer.copied) == 3)
+    assert trainer.folder.newest("a") is not None, "the third copy must wait until its buffer is free"
+    again.set()
+    await eventually(lambda: trainer.durable(a=1, b=1, c=1))
+    assert [each[:2] for each in trainer.copied] == [("a", 1), ("b", 1), ("c", 1)]
+    for model_id, weights in expected.items():
+        stored = weights_of(tmp_path / "recovery", model_id, 1)
+        assert stored.keys() == weights.keys()
+        assert all(torch.equal(stored[name], part) for name, part in weights.items())
+
+
+async def test_large_states_are_copied_one_at_a_time(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy would wait for the write before it, and delay all commands."""
+    monkeypatch.setattr(recovery_keeper, "AHEAD_BYTES", trainer.engine.models["a"].state_bytes - 1)
+    slow = trainer.hold()
+    for model_id in ("a", "b"):
+        await step(trainer, model_id, 1)
+    await eventually(lambda: trainer.keeper._speed.owed_bytes > 0)
+    await asyncio.sleep(0.1)  # enough for a second copy, if one were asked for
+    assert trainer.copied == [("a", 1, [])]
+    slow.set()
+    await eventually(lambda: trainer.durable(a=1, b=1))
+
+
+async def test_a_state_whose_sync_fails_is_not_durable(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await step(trainer, "a", 1)
+    await eventually(lambda: trainer.durable(a=1))
+    real = os.fdatasync
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(durable, "PIECE_BYTES", 64)
+    monkeypatch.setattr(os, "fdatasync", broken)
+    for model_id in ("a", "b"):
+        await step(trainer, model_id, 2)
+    with pytest.raises(Unavailable, match="the disk is broken"):
+        await trainer.keeper.flush("a")
+    await trainer.keeper.stored("a")  # after both writes
+    assert trainer.durable(a=1)
+    assert trainer.folder.newest("b") is None
+    stored = weights_of(tmp_path / "recovery", "a", 1)
+    assert all(torch.equal(stored[name], part) for name, part in first.items())
+    monkeypatch.setattr(os, "fdatasync", real)
+    await trainer.keeper.flush("a")
+    await trainer.keeper.flush("b")
+    assert trainer.durable(a=2, b=2)
+
+
+def _die_before_the_folder_has_its_name(root: Path) -> None:
+    """Writes a point, and ends the process when its data is synced and its folder has not its name yet."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made = Trainer(root)
+    made.create("a")
+    recovery = made.engine.recovery
+    for seq_id in (1, 2):
+        recovery.changed("a", seq_id, {})
+        if seq_id == 2:
+            checkpoint_folder.Folder.move_to = lambda *_: os._exit(9)  # type: ignore[method-assign]
+        pending = recovery.write_state(made.engine.models["a"])
+        assert pending is not None
+        pending.written.result()
+
+
+def test_a_kill_before_the_folder_has_its_name_leaves_the_earlier_state(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_die_before_the_folder_has_its_name, args=(tmp_path / "recovery",)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    folder, model = RecoveryFolder(str(tmp_path / "recovery")), tmp_path / "recovery" / "a"
+    assert {path.name.partition(".")[0] for path in model.iterdir()} == {"1", "2"}, "the data of both is on the disk"
+    folder.sweep("a")
+    assert [path.name for path in model.iterdir()] == ["1"]
+    found = folder.newest("a")
+    assert found is not None
+    assert found[1].seq_id == 1
