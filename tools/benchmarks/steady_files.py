@@ -25,11 +25,11 @@ def write_large(path: Path, size_mib: int, piece_mib: int) -> None:
     """Writes a large file of random data, and syncs it."""
     durable.PIECE_BYTES = piece_mib * 2**20 or size_mib * 2**21
     part = os.urandom(8 * 2**20)
-    with path.open("wb") as file:
-        steady = durable.SteadyFile(file)
+    with durable.SteadyFile(path.open("wb")) as steady:
         for _ in range(size_mib // 8):
             steady.write(part)
-        os.fsync(file.fileno())
+        steady.flush()
+        os.fsync(steady.fileno())
 
 
 def commits_beside(folder: Path, size_mib: int, piece_mib: int) -> tuple[list[float], float]:

@@ -19,13 +19,12 @@ from fsspec.implementations.local import LocalFileSystem
 from fovea.wire.errors import DiskFull
 
 PIECE_BYTES = 32 * 2**20
-"""The largest part of a `SteadyFile` that waits in memory for the disk. Beside a write of 0.8 GB, the longest commit
-took 0.09 s instead of 0.38, and the write 1.1 times as long; with 8 MiB 0.07 s and 1.4 times
-(`benchmarks.steady_files`).
+"""The size of a piece of a `SteadyFile`; at most two wait in memory for the disk. Beside a write of 0.8 GB, the longest
+commit took 0.07 to 0.11 s instead of 0.18 to 0.41 without pieces, and the write as long (`benchmarks.steady_files`).
 """
 _SLICE_BYTES = 2**18
-"""Data of one write. On ext4, writes of 32 MiB beside a sync of the same file took several times as long; data of this
-size is also still in the processor's cache when it is written after its sum.
+"""Data of one write: it is still in the processor's cache when it is written after its sum, and on ext4 a large write
+beside a sync of the same file takes longer.
 """
 _WITHOUT_NAMES = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 """Errors of file systems that cannot sync folders, and of parent folders that this user may not open."""
@@ -65,7 +64,7 @@ class SteadyFile:
     Close the file, or leave its context: only then is the last sync over.
 
     Args:
-        file: A binary file that is open for writing. It is closed with this one.
+        file: A buffered binary file that is open for writing. It is closed with this one.
         is_summed: True to compute `checksum`.
     """
 

@@ -141,7 +141,8 @@ class SessionEnded(FailedPrecondition):
     @classmethod
     def of(cls, session_id: str, end_reason: str | None) -> "SessionEnded":
         """Returns the error of a use after the end, with `end_reason` in its metadata."""
-        return cls(f"session {session_id} has ended ({end_reason}): open a new one", end_reason=end_reason)
+        known = {"end_reason": end_reason} if end_reason else {}
+        return cls(f"session {session_id} has ended ({end_reason or 'unknown reason'}): open a new one", **known)
 
 
 class EndsTrainer(FailedPrecondition):

@@ -72,9 +72,7 @@ async def answers(stand: Stand) -> AsyncIterator[Answers]:
 @pytest.mark.usefixtures("no_surprises")
 @pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.long)])
 async def test_no_json_value_is_an_internal_error(stand: Stand, answers: Answers, made: Bodies, share: int) -> None:
-    """Sends one in `share` of the pairs of a place and a value: each place gets every second value, its neighbours the
-    others.
-    """
+    """Sends one in `share` of the pairs of a place and a value. With 2, places get every second value in turn."""
     key = {"X-API-Key": KEY}
     async with aiohttp.ClientSession(f"{stand.url}/api/v1/", headers=key) as session:
 

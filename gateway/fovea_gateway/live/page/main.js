@@ -63,17 +63,20 @@ const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down"
 
 const words = (name) => (TITLES[name] ?? name.replaceAll("_", " ")).toLowerCase();
 
-// An entry stays in its place and shows the run of that place: the browser would lay out all that move. It is drawn when
-// it can be seen, because most of hundreds are out of sight.
+// An entry stays in its place and shows the run of that place, because the browser lays out every entry that moves. It is
+// drawn when it can be seen, because most of hundreds are out of sight.
 const sight = new IntersectionObserver((seen) => {
   for (const { target, isIntersecting } of seen) { target.inSight = isIntersecting; if (isIntersecting) drawItem(target); }
 }, { root: $("models"), rootMargin: "150px 0px" });
 
 function entryOf() {
   const tick = make("input", { type: "checkbox", title: "Show beside the selected run" }), entry = make("li", {}, tick, make("div"));
-  tick.addEventListener("change", () => toggleBeside(entry.model, tick.checked));
+  // A click is for the run that was there when it began. A key gives a click without a pointer.
+  const chosen = (event) => (event.detail && entry.pressed) || entry.model;
+  entry.addEventListener("pointerdown", () => { entry.pressed = entry.model; });
+  tick.addEventListener("click", (event) => toggleBeside(chosen(event), tick.checked));
   entry.parts = [make("span"), make("span", { class: "name" }), make("span", { class: "value number" }), make("span", { class: "what" }), spark()];
-  entry.button = make("button", { type: "button", onclick: () => select(entry.model) }, entry.parts);
+  entry.button = make("button", { type: "button", onclick: (event) => select(chosen(event)) }, entry.parts);
   sight.observe(entry);
   return entry;
 }
@@ -116,6 +119,7 @@ function showModels(changed) {
   });
   while (list.children.length > shown.length) { sight.unobserve(list.lastChild); list.lastChild.remove(); }
   const place = items.get(followed);  // the focus stays on its run
+  if (followed && !place) active.blur();
   if (place && place !== focused) { drawItem(place); (active === focused.firstChild ? place.firstChild : place.button).focus({ preventScroll: true }); }
   const running = [...models.values()].filter((model) => model.state === "ready").length;
   say($("models-count"), !models.size ? "" : view.search.trim() ? `${count(shown.length)} of ${count(models.size)} found` : `${count(running)} in training, ${count(shown.length)} shown`);

@@ -141,11 +141,11 @@ class StorageSpeed:
         Args:
             write: The write.
             size_bytes: Its size; 0 if it shares a file.
-            late: Called with a message each time the writes that are not over have not returned for `patience_s`.
-            wanted_s: Seconds since the write was wanted. Storage waited for it since then, or since the write before.
+            late: Called with a message whenever this write has taken `patience_s` of all pending bytes longer.
+            wanted_s: Seconds since the write was wanted. Storage was idle from then, or from the end of the write
+                before if that is later.
         """
         began, waiting, is_late = self._clock(), asyncio.wrap_future(write), False
-        idle_s = max(0.0, began - max(began - wanted_s, self._ended_at))
         self.owed_bytes += size_bytes
         try:
             while not (await asyncio.wait([waiting], timeout=self.patience_s(self.owed_bytes)))[0]:
@@ -155,6 +155,7 @@ class StorageSpeed:
             self.owed_bytes -= size_bytes
             before, self._ended_at = self._ended_at, self._clock()
         if size_bytes and not is_late:
+            idle_s = max(0.0, began - max(began - wanted_s, before))
             self._bytes += _NEWEST * (size_bytes - self._bytes)
             self._seconds += _NEWEST * (self._ended_at - max(began, before) - self._seconds)
             self._idle_s += _NEWEST * (idle_s - self._idle_s)

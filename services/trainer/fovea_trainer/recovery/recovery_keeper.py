@@ -67,8 +67,7 @@ class RecoveryKeeper:
         self._change_line = WaitingLine(clock, "states and snapshots", bound)
         self._speed = StorageSpeed(settings.recovery_most_lag_s, clock)
         self._work = (asyncio.Event(), asyncio.Event())  # one for each task of `run`
-        self._written: list[Durability] = []
-        """Models with a state or snapshot that is being copied or written: at most one for each task."""
+        self._written: list[Durability] = []  # models with a state or snapshot that is being copied or written
         self._tried = asyncio.Condition()
         self._failures = self._asked_after = 0  # all so far, and those before the last `flush`
         self.failure = ""
@@ -183,7 +182,7 @@ class RecoveryKeeper:
         finally:
             model.wanted -= 1
         if self._is_behind(model_id):
-            raise Unavailable(f"model {model_id!r} cannot be made durable: {self.failure}")
+            raise Unavailable(f"model {model_id!r} cannot be made durable: {self.failure or 'a write failed'}")
         return model.durable or 0, await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
 
     async def stored(self, model_id: str) -> tuple[int, int]:
@@ -218,9 +217,10 @@ class RecoveryKeeper:
     async def run(self) -> None:
         """Writes all states and snapshots that are not durable, until cancelled. Pauses longer after each failure."""
         async with asyncio.TaskGroup() as group:
-            second = group.create_task(self._write_in_turn(*self._work))
-            await self._write_in_turn(*reversed(self._work))
-            second.cancel()
+            tasks = [group.create_task(self._write_in_turn(*work)) for work in (self._work, self._work[::-1])]
+            _, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for other in others:
+                other.cancel()
 
     async def _write_in_turn(self, work: asyncio.Event, other_work: asyncio.Event) -> None:
         while True:

@@ -206,8 +206,8 @@ class RecoveryWriter:
     def write_state(self, model: TrainedModel, change_count: int | None = None) -> PendingState | None:
         """Copies the state of a model and submits it for writing. Collective.
 
-        Until the future before the returned one is done, the next call waits: there are two host buffers. It also waits
-        for the returned one if a state is larger than `AHEAD_BYTES`.
+        There are two host buffers, so the next call waits for the write before this one, and if one of the states is
+        larger than `AHEAD_BYTES`, also for this write.
 
         Args:
             model: The model.

@@ -127,8 +127,9 @@ class CopiesAhead:
             if size_bytes > AHEAD_BYTES and newest.copies.size_bytes > oldest.copies.size_bytes:
                 oldest, newest = newest, oldest
             newest.copies.release()
+        copies = oldest.copies.of(tensors, owner)
         self._turns = [newest, oldest]
-        return oldest.copies.of(tensors, owner)
+        return copies
 
     def read_by(self, write: Callable[[HostCopies], "Future[int]"]) -> "Future[int]":
         """Submits the write of the newest copies, for which the function must `wait`."""

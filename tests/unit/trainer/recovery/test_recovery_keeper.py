@@ -488,6 +488,30 @@ async def test_waits_of_storage_lower_what_it_may_owe_but_not_what_counts_as_a_h
     assert found[2][1] < found[0][1] / 2
 
 
+async def test_storage_is_not_idle_while_the_next_state_is_copied() -> None:
+    """Writes of a second follow each other; each copy takes 0.9 s and begins when the write before the last one ends."""
+
+    async def note(words: str) -> None:
+        raise AssertionError(words)
+
+    now = [0.0]
+    speed = StorageSpeed(60.0, lambda: now[0])
+    writes: list[Future[str]] = [Future() for _ in range(20)]
+    before = asyncio.create_task(speed.written(writes[0], 10**9, note))
+    for number in range(1, len(writes)):
+        await asyncio.sleep(0)
+        now[0] = number - 0.1
+        following = asyncio.create_task(speed.written(writes[number], 10**9, note, wanted_s=0.9))
+        await asyncio.sleep(0)
+        now[0] = number
+        writes[number - 1].set_result("")
+        await before
+        before = following
+    assert speed.most_bytes(1.0) == pytest.approx(60.0 * 1e9)
+    writes[-1].set_result("")
+    await before
+
+
 async def test_the_time_of_a_write_begins_when_the_write_before_it_ends() -> None:
     async def note(words: str) -> None:
         raise AssertionError(words)

@@ -61,11 +61,13 @@ def _rank(
     dist.destroy_process_group()
 
 
-# Each family is laid out by one rank, by two, and in one of the other layouts; by all of them in `make long`.
-OTHERS = [(4, 1, (2,)), (4, 2, (1, 2)), (2, 2, (1,))]
+# Each family is laid out by one rank, by two, by four in two replicas, and in one of two other layouts; in both in
+# `make long`.
+OTHERS = [(4, 1, (2,)), (2, 2, (1,))]
 LAYOUTS = [
     (1, 1, (1,), NAMES),
     (2, 1, (1, 2), NAMES),
+    (4, 2, (1, 2), NAMES),
     *((*layout, NAMES[number :: len(OTHERS)]) for number, layout in enumerate(OTHERS)),
     *(pytest.param(*layout, NAMES, marks=pytest.mark.long) for layout in OTHERS),
 ]
