@@ -180,3 +180,17 @@ async def test_a_long_list_that_turns_round_is_in_order_and_keeps_the_focus(tmp_
         await database.write(partial(_use, list(reversed(model_ids))))
         await see(browser.wait, _IN_ORDER, model_ids)
         assert await see(browser.run, _FOCUS) == ["BUTTON", model_ids[-1]]
+        # A press selects the run that was there, also if the list turns round before the release.
+        button = "document.querySelector(\"#models button[title='%s']\")"
+        press = "window.pressed = %s; window.pressed.dispatchEvent(new PointerEvent('pointerdown', {bubbles: true}))"
+        await see(browser.run, press % (button % model_ids[1]))
+        await database.write(partial(_use, model_ids))
+        await see(browser.wait, _IN_ORDER, list(reversed(model_ids)))
+        await see(browser.run, "window.pressed.dispatchEvent(new MouseEvent('click', {bubbles: true, detail: 1}))")
+        await see(browser.wait, f"return decodeURIComponent(location.hash).includes('{model_ids[1]}')")
+        # The focus leaves the list with its run.
+        await see(browser.run, (button % model_ids[-1]) + ".focus()")
+        assert await see(browser.run, _FOCUS) == ["BUTTON", model_ids[-1]]
+        search = "const box = document.querySelector('#search'); box.value = 'no such run';"
+        await see(browser.run, search + "box.dispatchEvent(new Event('input'))")
+        await see(browser.wait, "return document.activeElement === document.body")

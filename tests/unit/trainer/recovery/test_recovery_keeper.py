@@ -489,7 +489,7 @@ async def test_waits_of_storage_lower_what_it_may_owe_but_not_what_counts_as_a_h
 
 
 async def test_storage_is_not_idle_while_the_next_state_is_copied() -> None:
-    """Writes of a second follow each other; each copy takes 0.9 s and begins when the write before the last one ends."""
+    """Writes of a second follow each other. Each copy takes 0.9 s, beside the write of the state before."""
 
     async def note(words: str) -> None:
         raise AssertionError(words)
