@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 Chunks = Iterable[bytes | memoryview]
 """The content of a file as consecutive chunks."""
 
-
 Checksums = dict[str, int]
 """CRC-32 of each file, keyed by the path of the file within its folder."""
 
