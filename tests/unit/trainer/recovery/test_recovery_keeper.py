@@ -538,6 +538,7 @@ def _die_before_the_folder_has_its_name(root: Path) -> None:
         pending.written.result()
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_folder_has_its_name_leaves_the_earlier_state(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(
         target=_die_before_the_folder_has_its_name, args=(tmp_path / "recovery",)

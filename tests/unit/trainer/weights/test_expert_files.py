@@ -73,6 +73,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "replicas", "spreads", "names"), LAYOUTS)
 def test_files_are_laid_out_as_the_base_s(
     ranks: int, replicas: int, spreads: tuple[int, ...], names: list[str], tmp_path: Path
