@@ -1,9 +1,10 @@
 """Measures how many samples several gateways answer: `python -m benchmarks.gateway_shards --gateways 1 2 4`.
 
-Runs gateway processes with one shard each on a PostgreSQL, a router and fake samplers. Each client is a process with
-the official SDK and a session of its own; it submits all its samples and waits for them. A warning says if the machine
-has too few cores for the processes, so that they, and not the gateways, limit the figure. A process that fails or does
-not answer within `--limit-s` ends the program with an error.
+Runs gateway processes with one shard each on a PostgreSQL, as many routers, and fake samplers in processes of their
+own. A single gateway has no router. Each client is a process with the official SDK and a session of its own; it submits
+all its samples and waits for them. A warning says if the machine has too few cores for the processes, so that they, and
+not the gateways, limit the figure. A process that fails or does not answer within `--limit-s` ends the program with an
+error.
 """
 
 import argparse
@@ -35,14 +36,13 @@ _START_S = 120
 _CORES = os.cpu_count() or 1
 
 
-def serve_fakes(pipe: Pipe, samplers: int) -> None:
-    """Runs the fake services until the pipe closes. Sends the addresses of renderer, trainer and samplers."""
+def serve_fakes(pipe: Pipe, sampler_only: bool) -> None:
+    """Runs a fake sampler, or a renderer and a trainer, until the pipe closes. Sends their addresses."""
 
     async def serve() -> None:
         from tests.contract.gateway.fakes import FakeRenderer, FakeSampler, FakeTrainer
 
-        found = [FakeSampler() for _ in range(samplers)]
-        fakes = [FakeRenderer(), FakeTrainer(lambda: found), *found]
+        fakes = [FakeSampler()] if sampler_only else [FakeRenderer(), FakeTrainer(lambda: [])]
         for fake in fakes:
             await fake.start()
         pipe.send([fake.address for fake in fakes])
@@ -109,15 +109,16 @@ async def _answers(http: httpx.AsyncClient, port: int) -> bool:
 @asynccontextmanager
 async def cluster(
     server: Server, fakes: Sequence[str], gateways: int
-) -> AsyncIterator[tuple[str, list[psutil.Process]]]:
-    """Runs gateways and a router. Yields the router's URL, and the processes."""
+) -> AsyncIterator[tuple[list[str], list[psutil.Process]]]:
+    """Runs gateways and as many routers. Yields the URLs for clients, and the processes."""
     renderer, trainer, *samplers = fakes
     url = server.new_url()
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        processes = []
+        processes, ports = [], []
         for _ in range(gateways):
             (port,) = free_ports(1)
+            ports.append(port)
             flags = {
                 "model-name": MODEL, "model": "/models/fake", "renderer": renderer, "trainer": trainer, "port": port,
                 "state-dir": folder, "log-level": "WARNING", "database-url": url, "shards": gateways,
@@ -126,16 +127,17 @@ async def cluster(
             command += [f"--sampler={address}" for address in samplers]
             processes.append(await stack.enter_async_context(running(command, port)))
         if gateways > 1:
-            (port,) = free_ports(1)
+            ports = free_ports(gateways)
+        for port in ports if gateways > 1 else ():
             flags = {"port": port, "database-url": url, "log-level": "WARNING"}
             command = ["-m", "fovea_gateway.fronts.router", *(f"--{name}={value}" for name, value in flags.items())]
             processes.append(await stack.enter_async_context(running(command, port)))
-        yield f"http://127.0.0.1:{port}", processes
+        yield [f"http://127.0.0.1:{port}" for port in ports], processes
 
 
 class Found(NamedTuple):
     """The figures of one run: samples per second, seconds of the slowest client by those of the fastest, and
-    milliseconds of CPU of gateways and router per sample.
+    milliseconds of CPU of gateways and routers per sample.
     """
 
     samples: float
@@ -146,11 +148,11 @@ class Found(NamedTuple):
 async def measure(server: Server, fakes: Sequence[str], gateways: int, options: argparse.Namespace) -> Found:
     """Returns the figures for a number of gateways."""
     context, seconds = multiprocessing.get_context("spawn"), list[float]()
-    async with cluster(server, fakes, gateways) as (url, processes):
+    async with cluster(server, fakes, gateways) as (urls, processes):
         clients = []
-        for _ in range(options.clients):
+        for number in range(options.clients):
             ours, theirs = context.Pipe()
-            arguments = (theirs, url, options.samples, options.limit_s)
+            arguments = (theirs, urls[number % len(urls)], options.samples, options.limit_s)
             process = context.Process(target=sample, args=arguments, daemon=True)
             process.start()
             theirs.close()  # otherwise a client that fails would never close its pipe
@@ -184,18 +186,18 @@ def show(gateways: int, found: Sequence[Found], options: argparse.Namespace) -> 
     sizes = {name: getattr(options, name) for name in ("clients", "samplers", "samples")} | {"gateways": gateways}
     for name, unit in (("samples", "samples/s"), ("slowest_to_fastest", "ratio"), ("cpu", "ms/sample")):
         emit(f"gateway.shards.{name}", [getattr(each, name) for each in found], unit, **sizes)
-    needed = gateways + (gateways > 1) + options.clients
+    needed = gateways + (gateways if gateways > 1 else 0) + options.clients + options.samplers + 1
     if needed > _CORES:
         print(
-            f"warning: {needed} processes of gateways, router and clients share {_CORES} cores, so the cores limit"
-            " these figures: compare the CPU per sample, or use a machine with more cores",
+            f"warning: {needed} processes of gateways, routers, clients, samplers and PostgreSQL share {_CORES} cores,"
+            " so the cores limit these figures: compare the CPU per sample, or use a machine with more cores",
             file=sys.stderr,
         )
 
 
-async def run_all(server: Server, fakes: Pipe, options: argparse.Namespace) -> None:
+async def run_all(server: Server, fakes: Sequence[Pipe], options: argparse.Namespace) -> None:
     """Measures and prints all figures."""
-    addresses = await asyncio.to_thread(fakes.recv)
+    addresses = [address for pipe in fakes for address in await asyncio.to_thread(pipe.recv)]
     found = [
         [await measure(server, addresses, one, options) for one in options.gateways] for _ in range(options.repeats)
     ]
@@ -208,21 +210,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gateways", type=int, nargs="+", default=[1, 2, 4], help="Numbers of gateways to measure.")
     parser.add_argument("--clients", type=int, default=min(8, _CORES), help="Processes with the SDK.")
-    parser.add_argument("--samplers", type=int, default=2, help="Fake samplers.")
+    parser.add_argument("--samplers", type=int, default=4, help="Fake samplers.")
     parser.add_argument("--samples", type=int, default=500, help="Samples of each client.")
     parser.add_argument("--repeats", type=int, default=3, help="Runs with each number of gateways, in turns.")
     parser.add_argument("--limit-s", type=float, default=240, help="Seconds in which clients must start, and end.")
     options = parser.parse_args()
-    ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=serve_fakes, args=(theirs, options.samplers), daemon=True)
+    fakes = []
     with running_postgresql() as server:
-        process.start()
+        for number in range(1 + options.samplers):
+            ours, theirs = multiprocessing.Pipe()
+            process = context.Process(target=serve_fakes, args=(theirs, number > 0), daemon=True)
+            process.start()
+            fakes.append((ours, process))
         try:
-            asyncio.run(run_all(server, ours, options))
+            asyncio.run(run_all(server, [pipe for pipe, _ in fakes], options))
         finally:
-            ours.send(None)
-            process.join(10)
+            for pipe, process in fakes:
+                pipe.send(None)
+                process.join(10)
 
 
 if __name__ == "__main__":
