@@ -94,6 +94,9 @@ RESULT_BYTES = Gauge(
 SESSIONS = Gauge("fovea_gateway_sessions", "Open sessions.")
 PARKED = Gauge("fovea_gateway_parked_sessions", "Parked sessions.")
 PARKED_BYTES = Gauge("fovea_gateway_parked_bytes", "Bytes of the trainer's storage that parked sessions use.")
+UNNAMED_BYTES = Gauge(
+    "fovea_gateway_unnamed_bytes", "Bytes of the trainer's storage that unnamed adapter snapshots use."
+)
 STATE_BYTES = Gauge(
     "fovea_gateway_state_volume_bytes", "Bytes of the volume of the state folder: size and free.", ["kind"]
 )

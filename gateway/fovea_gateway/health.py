@@ -16,7 +16,7 @@ from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.database.ownership import ShardOwner, Shards
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.replicas import TrainerLink
-from fovea_gateway.replicas.snapshot_pushes import Versions
+from fovea_gateway.sampling.sample_runner import Versions
 from fovea_gateway.sessions.future import Pending
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Sessions

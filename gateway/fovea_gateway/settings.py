@@ -139,9 +139,7 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     poll_hold_s: float = Field(
         30.0, gt=0, le=35, description="Seconds that a poll of an unfinished future is held, plus or minus a fifth."
     )
-    result_ttl_s: float = Field(
-        24 * 3600.0, gt=0, description="Seconds for which a result is stored and can be fetched again."
-    )
+    result_ttl_s: float = Field(24 * 3600.0, gt=0, description="Seconds for which a result can be fetched again.")
     max_result_bytes: int = Field(
         16 * 2**30,
         gt=0,
@@ -181,11 +179,14 @@ class GatewaySettings(OidcSettings, ServiceSettings):
         description="Bytes of the trainer's storage for parked sessions. Above it, the oldest parked sessions end, of"
         " the owner with the most bytes relative to its weight.",
     )
-    inline_limit_bytes: int = Field(
-        2**20,
+    unnamed_bytes: int = Field(
+        64 * 2**30,
         gt=0,
-        description="Results larger than this are announced with their size before they are sent to a client.",
+        description="Bytes of the trainer's storage for unnamed adapter snapshots; at most a quarter of the disk of"
+        " state_dir. Above it, those used longest ago are deleted, of the owner with the most bytes relative"
+        " to its weight. The newest of each model stays.",
     )
+    inline_limit_bytes: int = Field(2**20, gt=0, description="Larger results are announced with their size first.")
     compress_from_bytes: int = Field(
         256 * 2**10,
         gt=0,
@@ -205,9 +206,7 @@ class GatewaySettings(OidcSettings, ServiceSettings):
         description="Seconds for which samples wait for a sampler to return, images for a renderer, and new models for"
         " a trainer. It should be longer than it takes to load a large model.",
     )
-    trainer_wait_s: float = Field(
-        5.0, ge=0, description="Seconds for which a command waits for an unreachable trainer."
-    )
+    trainer_wait_s: float = Field(5.0, ge=0, description="Seconds that a command waits for an unreachable trainer.")
     disk_wait_s: float = Field(
         3600.0, ge=0, description="Seconds for which a save command waits for room on a full disk before it fails."
     )
@@ -231,9 +230,7 @@ class GatewaySettings(OidcSettings, ServiceSettings):
         " when it ends. While several owners use the trainer, or did recently, they take turns, and small calls share"
         " passes.",
     )
-    renderer_concurrency: int = Field(
-        32, gt=0, description="Concurrent render calls in one renderer; further ones queue in the gateway."
-    )
+    renderer_concurrency: int = Field(32, gt=0, description="Concurrent calls in one renderer; further ones queue.")
     max_pending: int = Field(
         20_000,
         gt=0,
@@ -268,7 +265,7 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     )
     alerts_kl: float = Field(0.5, ge=0, description="KL in nats per token above which an alert begins; 0 for none.")
     alerts_gone_s: float = Field(
-        30.0, ge=0, description="Seconds without an answer of a service until an alert; 0 for none."
+        30.0, ge=0, description="Seconds without a service's answer until an alert; 0 for none."
     )
     alerts_disk_share: float = Field(
         0.95, ge=0, le=1, description="Used share of a local volume above which an alert begins; 0 for none."
@@ -281,9 +278,7 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     )
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
     train_vision: bool = Field(False, description="Whether LoRA models created over REST also adapt the vision tower.")
-    sdk_flags: dict[str, bool | int | str] = Field(
-        {}, description="Overrides of the flags that client/config returns, as JSON."
-    )
+    sdk_flags: dict[str, bool | int | str] = Field({}, description="Overrides of the flags of client/config, as JSON.")
 
     @field_validator("further_models")
     @classmethod
@@ -373,11 +368,17 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     @property
     def row_room_bytes(self) -> int:
         """Returns `max_row_bytes`; for a database in the state folder, at most a quarter of its disk."""
-        if self.database_url:
-            return self.part_of(self.max_row_bytes)
+        return self.part_of(self.max_row_bytes) if self.database_url else min(self.max_row_bytes, self._disk_bytes // 4)
+
+    @property
+    def unnamed_room_bytes(self) -> int:
+        """Returns this gateway's part of `unnamed_bytes`; at most a quarter of the disk of the state folder."""
+        return self.part_of(min(self.unnamed_bytes, self._disk_bytes // 4))
+
+    @property
+    def _disk_bytes(self) -> int:
         folder = self.state_dir.absolute()
-        place = next(each for each in (folder, *folder.parents) if each.exists())
-        return min(self.max_row_bytes, shutil.disk_usage(place).total // 4)
+        return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).total
 
     @property
     def store_url(self) -> str:

@@ -123,7 +123,8 @@ def choose(
 ) -> GpuLayout:
     """Returns the layout that the flags of `fovea up` ask for.
 
-    --trainer-gpus and --sampler-gpus are used as given; without them, `split` divides the GPUs.
+    --trainer-gpus and --sampler-gpus are used as given; without them, `split` divides the GPUs. In both cases, trainer
+    and samplers on one GPU get shares of its memory.
 
     Args:
         gpus: `auto`, `none`, or a list of devices such as `0,1`.
@@ -140,7 +141,8 @@ def choose(
     if gpus not in ("auto", "none"):
         here = {name: here[name] for name in read_devices(gpus, "--gpus", list(here))}
     if trainer_gpus or sampler_gpus:
-        return _as_requested(trainer_gpus, sampler_gpus, list(here), sampler_count, ranks)
+        layout = _as_requested(trainer_gpus, sampler_gpus, list(here), sampler_count, ranks)
+        return _with_shares(layout, here, weight_bytes, shares_base)
     free = [gpu for name, gpu in here.items() if name not in taken]
     is_for_cpu, needs_sampler = _is_vllm_for_cpu(), sampler_count != 0
     if free and is_for_cpu and needs_sampler:
@@ -308,16 +310,49 @@ def _shared(
             f"{_gib(gpu.total_bytes)}; stop other programs on it, use a smaller model, a second GPU, or --samplers 0 "
             "to train only",
         )
-    sampler_bytes = max(weight_bytes + int(_SAMPLER_FRACTION * spare / count), weight_bytes + LEAST_BYTES)
+    suggestions, sizes = _shares(gpu, room, weight_bytes, 0 if shares_base else weight_bytes, count)
+    words += f": {sizes}"
+    words += f", with one copy of the weights ({_gib(weight_bytes)})" if shares_base else ""
+    return GpuLayout((gpu.name,), (gpu.name,), count, suggestions, words)
+
+
+def _with_shares(layout: GpuLayout, here: Mapping[str, Gpu], weight_bytes: int, shares_base: bool) -> GpuLayout:
+    """Adds shares of memory to a layout with a trainer and samplers on one GPU, if the weights leave room there."""
+    both = [here[name] for name in layout.trainer if name in layout.samplers and here[name].usable_bytes]
+    if not both or not layout.sampler_count:
+        return layout
+    gpu, count = min(both, key=lambda one: one.usable_bytes), layout.sampler_count
+    on_gpu = count if len(layout.samplers) == 1 else 1
+    sampled_bytes = weight_bytes * count // max(len(layout.samplers), count)
+    trained_bytes = 0 if shares_base else weight_bytes // len(layout.trainer)
+    if gpu.usable_bytes < sampled_bytes * on_gpu + trained_bytes + LEAST_BYTES * (1 + on_gpu):
+        return layout  # `check_free` refuses it, unless the user's settings fit
+    suggestions, sizes = _shares(gpu, gpu.usable_bytes, sampled_bytes, trained_bytes, on_gpu)
+    return replace(layout, suggestions=suggestions, words=f"{layout.words}; on GPU {gpu.name} {sizes}")
+
+
+def _shares(gpu: Gpu, room: int, sampled_bytes: int, trained_bytes: int, count: int) -> tuple[tuple[Setting, ...], str]:
+    """Divides a GPU's memory between a trainer and samplers.
+
+    Args:
+        gpu: The GPU.
+        room: Bytes to divide.
+        sampled_bytes: Weights of each sampler.
+        trained_bytes: Weights of the trainer.
+        count: Number of samplers on the GPU.
+
+    Returns:
+        The settings, and the sizes in words.
+    """
+    spare = room - trained_bytes - sampled_bytes * count
+    sampler_bytes = sampled_bytes + max(int(_SAMPLER_FRACTION * spare / count), LEAST_BYTES)
     trainer_bytes = room - sampler_bytes * count
     fraction = int(100 * sampler_bytes / gpu.total_bytes) / 100
     suggestions = (
         Setting("trainer", "memory_limit_mib", str(trainer_bytes >> 20)),
         Setting("sampler", "gpu_memory_fraction", f"{max(fraction, 0.01):.2f}"),
     )
-    words += f": {_gib(trainer_bytes)} and {_gib(sampler_bytes)} of {_gib(gpu.total_bytes)}"
-    words += f", with one copy of the weights ({_gib(weight_bytes)})" if shares_base else ""
-    return GpuLayout((gpu.name,), (gpu.name,), count, suggestions, words)
+    return suggestions, f"{_gib(trainer_bytes)} and {_gib(sampler_bytes)} of {_gib(gpu.total_bytes)}"
 
 
 def _check_ranks(ranks: int | None, gpu_count: int) -> None:

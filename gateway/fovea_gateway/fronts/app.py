@@ -212,6 +212,7 @@ class Upkeep:
         await self._components.futures.sweep()
         await self._components.checkpoints.sweep()
         await self._components.sampling.sweep()
+        await self._components.unnamed_limit.sweep()
         await self._components.recordings.sweep()
         await self._components.kept_rows.sweep()
         await self._components.audit.sweep()

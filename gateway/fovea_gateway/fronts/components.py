@@ -26,9 +26,9 @@ from fovea_gateway.replicas.discovery import Discovery, KubernetesDiscovery, Sta
 from fovea_gateway.replicas.renderers import Renderers
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Samplers
-from fovea_gateway.replicas.snapshot_pushes import Snapshots, Versions
+from fovea_gateway.replicas.snapshot_pushes import Snapshots
 from fovea_gateway.sampling.recordings import Recordings
-from fovea_gateway.sampling.sample_runner import SampleRunner
+from fovea_gateway.sampling.sample_runner import SampleRunner, Versions
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.future import Activity, Kind
 from fovea_gateway.sessions.futures import Futures
@@ -36,7 +36,7 @@ from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.settings import BaseModelSettings, GatewaySettings
 from fovea_gateway.training.batches import Batches, CustomLosses
 from fovea_gateway.training.commands import CommandRunner, StepCommands
-from fovea_gateway.training.housekeeping import OrphanCollector, Suspension
+from fovea_gateway.training.housekeeping import OrphanCollector, Suspension, UnnamedLimit
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.residency import Residency, TrainerSide
@@ -149,6 +149,9 @@ class Components:
         )  # fmt: skip
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
+        self.unnamed_limit = UnnamedLimit(
+            self.database, self.base_models, settings.unnamed_room_bytes, self.owners.weight
+        )
         self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints, self.uploads)
         bounds = Bounds(
             settings.alerts_kl, settings.alerts_gone_s, settings.alerts_disk_share, settings.alerts_durable_lag_s,

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from cachetools import LRUCache
@@ -25,7 +25,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import models, sampling_sessions, snapshots
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.replicas.replicas import TrainerLink
-from fovea_gateway.replicas.samplers import BASE, Sampler, version_of
+from fovea_gateway.replicas.samplers import BASE, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,10 @@ class Snapshots:
         if kept is None:
             kept = await self._database.read(lambda connection: get_row(connection, snapshot_id))
             if kept is None:
-                raise NotFound(f"there is no snapshot {snapshot_id!r}")
+                raise NotFound(
+                    f"snapshot {snapshot_id!r} no longer exists: it was saved without a name, and its model ended, or"
+                    " newer ones needed its storage (unnamed_bytes). To keep weights, save them with a name"
+                )
             self.remember(kept)
         return kept
 
@@ -152,7 +155,7 @@ class Snapshots:
         while True:
             held = {snapshot_id for peer in peers() for snapshot_id in peer.adapters} - sampler.adapters - hopeless
             # Push the least recently used first, so that the sampler also evicts it first.
-            snapshot_id = next((recent for recent in self._recent if recent in held), None)
+            snapshot_id = next((recent for recent in list(self._recent)[-_RECENT:] if recent in held), None)
             if snapshot_id is None:
                 return
             try:
@@ -176,7 +179,7 @@ class Snapshots:
         self._users[snapshot_id] += 1
         self._recent[snapshot_id] = None
         self._recent.move_to_end(snapshot_id)
-        if len(self._recent) > _RECENT:
+        if len(self._recent) > _KNOWN:
             self._recent.popitem(last=False)
         try:
             yield
@@ -186,18 +189,23 @@ class Snapshots:
                 del self._users[snapshot_id]
                 self._free_if_unused(snapshot_id)
 
+    def by_use(self, snapshot_ids: Iterable[str]) -> list[str]:
+        """Returns the ids in the order of their last use, those without a known use first, in the given order."""
+        places = {snapshot_id: place for place, snapshot_id in enumerate(self._recent)}
+        return sorted(snapshot_ids, key=lambda snapshot_id: places.get(snapshot_id, -1))
+
     def retire(self, snapshot_id: str, samplers: Callable[[], list[Sampler]]) -> None:
-        """Frees a snapshot that clients can no longer name, as soon as no request uses it."""
-        self._retired[snapshot_id] = samplers
-        self._free_if_unused(snapshot_id)
+        """Frees a snapshot that clients can no longer name, or have not used lately, as soon as no request uses it."""
+        if snapshot_id not in self._being_freed:
+            self._retired[snapshot_id] = samplers
+            self._free_if_unused(snapshot_id)
 
     async def retire_unreachable(self, samplers: Callable[[], list[Sampler]]) -> None:
         """Frees the snapshots that an earlier process or a failed call left behind."""
         for snapshot_id in await self._database.read(
             lambda connection: ids_of_unreachable(connection, self._base_model)
         ):
-            if snapshot_id not in self._being_freed:
-                self.retire(snapshot_id, samplers)
+            self.retire(snapshot_id, samplers)
 
     async def close(self) -> None:
         """Stops freeing. The next process frees the remaining snapshots."""
@@ -213,7 +221,7 @@ class Snapshots:
         try:
             if await self._drop(snapshot_id, samplers):
                 await self._database.write(lambda connection: delete_row(connection, snapshot_id))
-                logger.info("snapshot %s is freed: no client refers to it", snapshot_id)
+                logger.info("snapshot %s is freed", snapshot_id)
         finally:
             self._being_freed.discard(snapshot_id)
 
@@ -310,31 +318,6 @@ def _most_common_resident(samplers: list[Sampler]) -> str | None:
     return places.most_common(1)[0][0] if places else None
 
 
-class Versions:
-    """The number of the newest requested snapshot of each model."""
-
-    def __init__(self) -> None:
-        self._newest: LRUCache[str, int] = LRUCache(_KNOWN)
-
-    def want(self, snapshot_id: str) -> None:
-        """Records a request for a snapshot. The base model has no versions."""
-        version = version_of(snapshot_id)
-        if version is None:
-            return
-        model_id, number = version
-        self._newest[model_id] = max(number, self._newest.get(model_id, number))
-
-    def lag(self, held: Iterable[str]) -> int:
-        """Returns how many versions `held` is behind the newest requested one, for the model that is furthest behind.
-
-        Ignores models without a held version: this sampler does not serve them, or it had to evict their adapters.
-        """
-        newest_held: dict[str, int] = {}
-        for model_id, number in filter(None, map(version_of, held)):
-            newest_held[model_id] = max(number, newest_held.get(model_id, number))
-        return max((self._newest.get(model_id, at) - at for model_id, at in newest_held.items()), default=0)
-
-
 def put_row(connection: sa.Connection, kept: SnapshotRecord) -> None:
     """Inserts a new snapshot."""
     row = {
@@ -359,6 +342,28 @@ def ids_of_unnamed(connection: sa.Connection, model_ids: list[str]) -> list[str]
     """Returns the ids of the models' snapshots that are only in memory."""
     where = snapshots.c.model_id.in_(model_ids) & (snapshots.c.uri == "")
     return [row.snapshot_id for row in connection.execute(sa.select(snapshots.c.snapshot_id).where(where))]
+
+
+class UnnamedAdapter(NamedTuple):
+    """An adapter snapshot without a name, which the trainer stores with its recovery data."""
+
+    snapshot_id: str
+    model_id: str
+    owner: str
+    size_bytes: int
+
+
+def unnamed_adapters(connection: sa.Connection, base_model: str) -> list[UnnamedAdapter]:
+    """Returns a base model's unnamed adapter snapshots, the oldest first."""
+    joined = snapshots.join(models, models.c.model_id == snapshots.c.model_id)
+    query = sa.select(models.c.owner, snapshots.c.identity).select_from(joined).order_by(snapshots.c.created_at)
+    rows = connection.execute(query.where((models.c.base_model == base_model) & (snapshots.c.uri == "")))
+    found = [(row.owner, weights_pb2.Snapshot.FromString(row.identity)) for row in rows]
+    return [
+        UnnamedAdapter(identity.snapshot_id, identity.model_id, owner, identity.size_bytes)
+        for owner, identity in found
+        if identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER
+    ]
 
 
 def ids_of_stored(connection: sa.Connection, model_ids: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -25,8 +25,8 @@ from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.fair_queue import Turn
 from fovea_gateway.replicas.base_models import BaseModel
 from fovea_gateway.replicas.replicas import ReplicaLeft
-from fovea_gateway.replicas.samplers import Sampler
-from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress, Versions
+from fovea_gateway.replicas.samplers import Sampler, version_of
+from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress
 from fovea_gateway.sampling import sample_wire as targets
 from fovea_gateway.sampling.sample_wire import Cells, Makers, gather, makers_of
 from fovea_gateway.sessions.future import Kind, Pending, QueueState, stage
@@ -48,6 +48,7 @@ _MENDS = 30
 """How often one request may find its snapshot or its image evicted before that is an error."""
 
 _KNOWN_MAKERS = 2**14
+_KNOWN_MODELS = 2**12
 _BREAKS = 10
 """How many samplers may fail while they have one request before the request is assumed to be the cause."""
 
@@ -122,6 +123,31 @@ def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) 
             f"{prompt_tokens} prompt tokens + {max_tokens} max_tokens > {max_context_length}.",
             field="sampling_params.max_tokens",
         )
+
+
+class Versions:
+    """The number of the newest requested snapshot of each model."""
+
+    def __init__(self) -> None:
+        self._newest: LRUCache[str, int] = LRUCache(_KNOWN_MODELS)
+
+    def want(self, snapshot_id: str) -> None:
+        """Records a request for a snapshot. The base model has no versions."""
+        version = version_of(snapshot_id)
+        if version is None:
+            return
+        model_id, number = version
+        self._newest[model_id] = max(number, self._newest.get(model_id, number))
+
+    def lag(self, held: Iterable[str]) -> int:
+        """Returns how many versions `held` is behind the newest requested one, for the model that is furthest behind.
+
+        Ignores models without a held version: this sampler does not serve them, or it had to evict their adapters.
+        """
+        newest_held: dict[str, int] = {}
+        for model_id, number in filter(None, map(version_of, held)):
+            newest_held[model_id] = max(number, newest_held.get(model_id, number))
+        return max((self._newest.get(model_id, at) - at for model_id, at in newest_held.items()), default=0)
 
 
 class SampleRunner:

@@ -1,4 +1,4 @@
-"""Regular work: frees orphans, and parks the sessions of silent clients.
+"""Regular work: frees orphans, limits unnamed snapshots, and parks the sessions of silent clients.
 
 Orphans are models in the trainer, adapters in samplers and folders in storage that a killed gateway left behind. The
 collector frees only what belongs to models in this gateway's own rows, because another gateway may use the same trainer
@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
@@ -21,7 +22,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import version_of
-from fovea_gateway.replicas.snapshot_pushes import ids_of_stored
+from fovea_gateway.replicas.snapshot_pushes import ids_of_stored, unnamed_adapters
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions
 from fovea_gateway.training.models import Models, ModelState, all_ids, ids_of_ended_sessions, ids_of_over, known_ids
@@ -125,6 +126,47 @@ class OrphanCollector:
 def _folder(uri: str) -> str:
     """Returns the URI of a folder without the suffix for staging, replacement or plain text."""
     return uri.split(STAGING_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)
+
+
+class UnnamedLimit:
+    """The limit for the storage of unnamed adapter snapshots, which the trainer stores until their model ends.
+
+    Args:
+        most_bytes: The limit for all snapshots together. Above it, the owner with the most bytes in relation to its
+            weight loses those that it has used longest ago. The newest one of each model stays.
+        weight_of: Returns an owner's weight, greater than 0.
+    """
+
+    def __init__(
+        self, database: Database, base_models: BaseModels, most_bytes: int, weight_of: Callable[[str], float]
+    ) -> None:
+        self._database, self._base_models = database, base_models
+        self._most_bytes, self._weight_of = most_bytes, weight_of
+
+    async def sweep(self) -> None:
+        """Frees snapshots above the limit, as soon as no request uses them."""
+        held: Counter[str] = Counter()
+        spare: defaultdict[str, list[tuple[BaseModel, str, int]]] = defaultdict(list)
+        for base in self._base_models:
+            found = await self._database.read(partial(unnamed_adapters, base_model=base.name))
+            newest = {each.model_id: each.snapshot_id for each in found}
+            of_id = {each.snapshot_id: each for each in found}
+            for each in map(of_id.__getitem__, base.snapshots.by_use(of_id)):
+                held[each.owner] += each.size_bytes
+                if newest[each.model_id] != each.snapshot_id:
+                    spare[each.owner].append((base, each.snapshot_id, each.size_bytes))
+        metrics.UNNAMED_BYTES.set(held.total())
+        freed = 0
+        while held.total() > self._most_bytes and (owners := [owner for owner in spare if spare[owner]]):
+            owner = max(owners, key=lambda name: held[name] / self._weight_of(name))
+            base, snapshot_id, size_bytes = spare[owner].pop(0)
+            base.snapshots.retire(snapshot_id, base.up_samplers)
+            held[owner] -= size_bytes
+            freed += 1
+        if freed:
+            logger.info(
+                "freeing %d unnamed snapshots that were used longest ago: unnamed_bytes is %d", freed, self._most_bytes
+            )
 
 
 _LATE_S = 15.0

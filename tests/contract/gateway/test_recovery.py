@@ -132,6 +132,29 @@ async def test_a_trainer_that_restarts_while_commands_run_again_loses_no_model(
     assert not stand.trainer.failures["OptimStep"]
 
 
+async def test_models_are_restored_in_turns_so_that_the_first_is_back_early(stand: RecoveringStand, rest: Rest) -> None:
+    expected = await undisturbed(stand, 1)
+    model_ids = [await rest.create_model(number) for number in range(5)]
+    for model_id in model_ids:
+        await answers(rest, await submit(rest, model_id, 1, 1))
+    await stand.trainer.stop()
+    stand.trainer.restart()
+    stand.trainer.gated = {"RestoreModel"}
+    stand.trainer.open.clear()
+    await stand.trainer.start()
+    ids = {model_id: await submit(rest, model_id, 4, 1) for model_id in model_ids}
+    await eventually(lambda: stand.trainer.waiting == 2)
+    assert len(stand.trainer.of("RestoreModel")) == 2
+    last = (await rest.poll(ids[model_ids[-1]][0])).json()
+    assert last["queue_state_reason"] == "other models of this trainer are restored first"
+    stand.trainer.open.set()
+    for model_id in model_ids:
+        assert len(await answers(rest, ids[model_id])) == len(expected)
+    restored = [request.model_id for request in stand.trainer.of("RestoreModel")]
+    assert set(restored) >= set(model_ids)
+    assert len(set(restored)) == len(restored), "each of them once"
+
+
 async def test_commands_in_flight_and_behind_wait_for_the_trainer(stand: RecoveringStand, rest: Rest) -> None:
     expected = await undisturbed(stand)
     model_id = await rest.create_model()

@@ -26,7 +26,8 @@ _SMALLEST_EPS = 1e-16
 """The smallest eps for which the bound on an update holds. It is far above the square root of the smallest float32,
 1e-19, so a second moment that is rounded to 0 does not matter beside it.
 """
-_TRIAL_ELEMENTS = 2**24
+_TRIAL_ELEMENTS = 2**22
+"""Elements of a block for which temporary tensors are made: a step needs little memory on a full device."""
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ class RecoveryWriter:
         self._copies = CopiesAhead(device)
         self._fetches = HostCopies(device)
         self._thread = ThreadPoolExecutor(1, "recovery")
+        self._readers = ThreadPoolExecutor(4, "checksums")
         self._changes: dict[str, Change] = {}
 
     def before_change(self, model_id: str) -> None:
@@ -249,9 +250,8 @@ class RecoveryWriter:
     def _damaged_file(self, url: str, point: Point) -> str:
         """Returns the names of a point's damaged files, joined by spaces. Each rank checks its share. Collective."""
         folder, share = Folder.at(url), sorted(point.checksums)[self._control.rank :: self._control.world_size]
-        damaged = self._control.agree(
-            lambda: [name for name in share if folder.checksum(name) != point.checksums[name]]
-        )
+        sums = self._control.agree(lambda: list(self._readers.map(folder.checksum, share)))
+        damaged = [name for name, found in zip(share, sums, strict=True) if found != point.checksums[name]]
         return self._control.broadcast(" ".join(name for each in self._control.gather(damaged) for name in each))
 
     def find_snapshot(self, snapshot_id: str) -> str | None:
@@ -289,6 +289,7 @@ class RecoveryWriter:
     def close(self) -> None:
         """Waits for pending writes and stops the thread."""
         self._thread.shutdown()
+        self._readers.shutdown()
 
     def _copied(self, live: Sequence[Tensor], model_id: str) -> list[Tensor]:
         return self._control.agree(lambda: self._copies.of(live, model_id))

@@ -26,6 +26,8 @@ AHEAD_BYTES = 2**30
 _HOST_RESERVE_BYTES = 2**30
 _ROOM_AHEAD_BYTES = 8 * 2**30
 """Memory to free beyond what is missing, so that not every command of many active models must move others."""
+_STEP_BYTES = 2**28
+"""Memory that stays free beside the models in use, for the temporary tensors of an optimizer step."""
 
 
 class HostCopies:
@@ -319,7 +321,7 @@ class ModelResidence:
         return chunks
 
     def _bring(self, model_id: str, model: AdapterModel) -> None:
-        self.leave(_bytes_of(model) - self._free_bytes())
+        self.leave(_bytes_of(model) + _STEP_BYTES - self._free_bytes())
         try:
             for tensor in _tensors_of(model):
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())

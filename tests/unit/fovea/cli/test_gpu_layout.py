@@ -173,7 +173,12 @@ def test_flags_choose_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (told("auto").trainer, told("auto").samplers) == (("0",), ("1",))
     assert (told("1").trainer, told("1").samplers) == (("1",), ("1",))
     assert (told("auto", taken="0").trainer, told("auto", taken="0").samplers) == (("1",), ("1",))
-    assert told("auto", "0", "0,1", 2).words == "trainer on GPU 0, 2 samplers on GPU 0,1"
+    assert told("auto", "0", "1").suggestions == ()
+    shared = told("auto", "0", "0,1", 2)
+    sizes = "43.1 GiB and 28.8 GiB of 79.6 GiB"
+    assert shared.words == f"trainer on GPU 0, 2 samplers on GPU 0,1; on GPU 0 {sizes}"
+    for layout in (shared, told("auto", "0", "0")):
+        assert layout.suggestions == told("0").suggestions != (), "as without the flags"
     with pytest.raises(
         StartRefused, match=r"^--samplers: the 2 GPUs of --sampler-gpus cannot be divided equally among 3"
     ):

@@ -109,6 +109,23 @@ def test_a_model_returns_to_a_full_device_in_the_place_of_others() -> None:
     assert size_of(card.models["c"]) == 0, "there must be no room for it now"
 
 
+def test_a_model_that_returns_leaves_room_for_an_optimizer_step() -> None:
+    card = Card(torch.float32, DEVICES[0])
+    whole, room = size_of(card.models["a"]), 2**28
+
+    def free_bytes() -> int:
+        return 3 * whole + room - 1 - sum(map(size_of, card.models.values()))
+
+    residence = ModelResidence(DEVICES[0], 0, free_bytes)
+    for name in NAMES:
+        residence.use([card.models[name]])
+    residence.leave(1)
+    assert [size_of(card.models[name]) for name in NAMES] == [0, whole, whole]
+    residence.use([card.models["a"]])
+    assert [size_of(card.models[name]) for name in NAMES] == [whole, 0, whole], "one byte was missing"
+    assert free_bytes() >= room
+
+
 def test_models_fit_together_if_those_that_are_away_have_room_beside_the_others() -> None:
     card, free_bytes = Card(torch.float32, DEVICES[0]), 2**62
     whole = size_of(card.models["a"])
