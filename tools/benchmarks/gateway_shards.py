@@ -69,6 +69,7 @@ def sample(pipe: Pipe, url: str, count: int, limit_s: float) -> None:
         for future in futures:
             future.result(limit_s)
         pipe.send(time.perf_counter() - begun)
+        pipe.recv()  # its CPU seconds are read first
 
 
 def receive(pipe: Pipe, limit_s: float) -> Any:
@@ -137,12 +138,14 @@ async def cluster(
 
 class Found(NamedTuple):
     """The figures of one run: samples per second, seconds of the slowest client by those of the fastest, and
-    milliseconds of CPU of gateways and routers per sample.
+    milliseconds of CPU per sample: of gateways and routers, of clients, and of PostgreSQL and the fake services.
     """
 
     samples: float
     slowest_to_fastest: float
     cpu: float
+    cpu_of_clients: float
+    cpu_of_services: float
 
 
 async def measure(server: Server, fakes: Sequence[str], gateways: int, options: argparse.Namespace) -> Found:
@@ -159,18 +162,21 @@ async def measure(server: Server, fakes: Sequence[str], gateways: int, options: 
             clients.append((ours, process))
         for pipe, _ in clients:
             await asyncio.to_thread(receive, pipe, options.limit_s)
-        begun, spent = time.perf_counter(), -_cpu_s(processes)
+        parts = [processes, [psutil.Process(process.pid) for _, process in clients], _services(clients)]
+        begun, before = time.perf_counter(), [_cpu_s(part) for part in parts]
         for pipe, _ in clients:
             pipe.send("start")
         seconds = [await asyncio.to_thread(receive, pipe, options.limit_s) for pipe, _ in clients]
         whole = time.perf_counter() - begun
-        spent += _cpu_s(processes)
-        for _, process in clients:
+        spent = [_cpu_s(part) - seconds for part, seconds in zip(parts, before, strict=True)]
+        for pipe, process in clients:
+            pipe.send("end")
             await asyncio.to_thread(process.join)
     count = options.clients * options.samples
-    found = Found(count / whole, max(seconds) / min(seconds), 1000 * spent / count)
+    found = Found(count / whole, max(seconds) / min(seconds), *(1000 * each / count for each in spent))
     print(
-        f"{gateways} gateways: {found.samples:.0f} samples/s, {found.cpu:.1f} ms of CPU each",
+        f"{gateways} gateways: {found.samples:.0f} samples/s, {found.cpu:.1f} ms of CPU each, and"
+        f" {found.cpu_of_clients:.1f} ms of clients, {found.cpu_of_services:.1f} ms of PostgreSQL and fakes",
         file=sys.stderr,
         flush=True,
     )
@@ -181,10 +187,18 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
+def _services(clients: Sequence[tuple[Pipe, Any]]) -> list[psutil.Process]:
+    """Returns PostgreSQL's processes and the fake services: this program's children besides clients and gateways."""
+    known = {process.pid for _, process in clients}
+    children = [one for one in psutil.Process().children(recursive=True) if one.pid not in known]
+    return [one for one in children if not {"fovea_gateway", "fovea_gateway.fronts.router"} & {*one.cmdline()}]
+
+
 def show(gateways: int, found: Sequence[Found], options: argparse.Namespace) -> None:
     """Prints the figures for a number of gateways."""
     sizes = {name: getattr(options, name) for name in ("clients", "samplers", "samples")} | {"gateways": gateways}
-    for name, unit in (("samples", "samples/s"), ("slowest_to_fastest", "ratio"), ("cpu", "ms/sample")):
+    units = {"samples": "samples/s", "slowest_to_fastest": "ratio"}
+    for name, unit in ((name, units.get(name, "ms/sample")) for name in Found._fields):
         emit(f"gateway.shards.{name}", [getattr(each, name) for each in found], unit, **sizes)
     needed = gateways + (gateways if gateways > 1 else 0) + options.clients + options.samplers + 1
     if needed > _CORES:
