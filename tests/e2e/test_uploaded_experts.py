@@ -1,6 +1,7 @@
 """Uploads of typical adapters: experts in bfloat16, over two ranks; a rank is killed during the load."""
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,17 +10,22 @@ from unittest import mock
 import psutil
 import pytest
 import tinker
-from safetensors.torch import load
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from fovea_conformance.adapters import ADAPTER, download
 from fovea_tinyvlm.families import ensure_family
+from fovea_trainer.weights.weight_files import EXPERT_PROJECTIONS
 from tests.e2e.prompts import Prompt, PromptBuilder, picture
 from tests.e2e.stack import API_KEY, Stack, running_stack
 from tests.e2e.test_agreement import take_steps, trainer_logprobs
 from tests.e2e.test_checkpoints import upload
 
 RANK = 4
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+_proj)\.(lora_[AB]\.weight)")
+PARTS = {projection: part for part, projection in EXPERT_PROJECTIONS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +36,50 @@ def experts() -> Iterator[Stack]:
         yield stack
 
 
-def test_an_upload_is_the_same_model_and_survives_a_kill_while_it_loads(experts: Stack) -> None:
+@pytest.fixture(scope="module")
+def prompts(experts: Stack) -> dict[str, Prompt]:
     builder = PromptBuilder(AutoTokenizer.from_pretrained(experts.model))
-    prompts: dict[str, Prompt] = {
+    return {
         "text": builder.build("Some words about nothing in particular, to be scored."),
         "one image": builder.build("<|vision_start|>", (picture(224, 224, 1), 64), "<|vision_end|>as it is"),
     }
+
+
+def as_hosted(adapter: bytes) -> bytes:
+    """Returns an exported adapter as hosted Tinker names it: experts stacked, factors that all share stored once."""
+    stacks: dict[str, dict[int, Tensor]] = {}
+    found: dict[str, Tensor] = {}
+    for name, tensor in load(adapter).items():
+        hosted = name.replace(".language_model.", ".").replace(".lm_head.", ".model.unembed_tokens.")
+        if match := EXPERT.fullmatch(hosted):
+            stacks.setdefault(f"{match[1]}.{PARTS[match[3]]}.{match[4]}", {})[int(match[2])] = tensor
+        else:
+            found[hosted] = tensor
+    for name, factors in stacks.items():
+        stack = [factors[index] for index in range(len(factors))]
+        is_shared = all(one.equal(stack[0]) for one in stack)
+        found[name] = torch.stack(stack[:1] if is_shared else stack)
+    assert {len(tensor) for tensor in found.values() if tensor.dim() == 3} > {1}, (
+        "some factors are shared, some are not"
+    )
+    assert any("unembed_tokens" in name for name in found)
+    return save({name: tensor.contiguous() for name, tensor in found.items()})
+
+
+def test_an_adapter_of_hosted_tinker_is_the_same_model(experts: Stack, prompts: dict[str, Prompt]) -> None:
+    with experts.service_client() as service:
+        training = service.create_lora_training_client(base_model=experts.model_name, rank=RANK).result()
+        take_steps(training, prompts, 3, 5e-3)
+        exported = training.save_weights_external("hosted").result().path
+        files = download(tinker.RestClient(base_url=experts.base_url, api_key=API_KEY), exported)
+        path = upload(experts, files | {ADAPTER: as_hosted(files[ADAPTER])}, RANK)
+        again = service.create_training_client_from_state(path).result()
+        assert trainer_logprobs(again, prompts) == trainer_logprobs(training, prompts)
+
+
+def test_an_upload_is_the_same_model_and_survives_a_kill_while_it_loads(
+    experts: Stack, prompts: dict[str, Prompt]
+) -> None:
     with experts.service_client() as service:
         training = service.create_lora_training_client(base_model=experts.model_name, rank=RANK).result()
         fresh = trainer_logprobs(training, prompts)

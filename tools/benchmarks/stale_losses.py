@@ -1,14 +1,17 @@
 """Losses under a lag of the sampler: `python -m benchmarks.stale_losses`; on a GPU with `--model DIR --device cuda`.
 
 A policy learns two tasks over a few symbols with the trainer's own loss functions. Samples come from the weights of
-`lag` steps ago, rounded to bfloat16 as a sampler's are. Figures: the mean reward of the last quarter of the steps, by
-seed. The first task, `reverse`, rewards each correct token; the second, `recall`, only a whole answer.
+`lag` steps ago, rounded to bfloat16 as a sampler's are. Sampler and trainer compute in `--dtype`; the trained weights
+are float32. Figures: the mean reward of the last quarter of the steps, by seed. The first task, `reverse`, rewards each
+correct token; the second, `recall`, only a whole answer. `--read FILE` prints the table of such figures instead, and
+draws them with `--draw PNG`.
 """
 
 import argparse
 import copy
+import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,7 @@ class Policy:
         self.model: Any = model.to(options.device).eval()
         self.sampler: Any = copy.deepcopy(self.model).requires_grad_(False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.rate, weight_decay=0.0)
+        self._device, self._dtype = options.device, getattr(torch, options.dtype)
         self._history: deque[list[Tensor]] = deque()
 
     def publish(self, lag: int) -> None:
@@ -88,7 +92,7 @@ class Policy:
         """Returns answers [B, ANSWER] and their log-probabilities by the sampler, float32 [B, ANSWER]."""
         tokens, found = prompts, []
         for _ in range(ANSWER):
-            logprobs = functional.log_softmax(self.sampler(tokens).logits[:, -1, :SYMBOLS].float(), -1)
+            logprobs = functional.log_softmax(self._logits(self.sampler, tokens)[:, -1], -1)
             drawn = torch.multinomial(logprobs.exp(), 1)
             found.append(logprobs.gather(1, drawn))
             tokens = torch.cat([tokens, drawn], 1)
@@ -96,8 +100,13 @@ class Policy:
 
     def logprobs(self, prompts: Tensor, answers: Tensor) -> Tensor:
         """Returns the log-probabilities of answers by the trained weights, float32 [B, ANSWER] with gradient."""
-        logits = self.model(torch.cat([prompts, answers], 1)).logits[:, PROMPT - 1 : -1, :SYMBOLS].float()
+        logits = self._logits(self.model, torch.cat([prompts, answers], 1))[:, PROMPT - 1 : -1]
         return functional.log_softmax(logits, -1).gather(2, answers[..., None])[..., 0]
+
+    def _logits(self, model: Any, tokens: Tensor) -> Tensor:
+        with torch.autocast(self._device, self._dtype, enabled=self._dtype != torch.float32):
+            logits: Tensor = model(tokens).logits
+        return logits[..., :SYMBOLS].float()
 
 
 def run(options: argparse.Namespace, name: str, lag: int, reward_of: Reward, seed: int) -> float:
@@ -131,6 +140,50 @@ def _inputs(wanted: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns a Markdown table of figures: median, lowest and highest seed of each loss, by task and lag."""
+    found = {(row["sizes"]["task"], row["sizes"]["lag"], row["sizes"]["loss"]): row for row in rows}
+    losses = list(dict.fromkeys(loss for _, _, loss in found))
+    lines = ["| task, lag | " + " | ".join(f"`{loss}`" for loss in losses) + " |", "|---" * (len(losses) + 1) + "|"]
+    for task, lag in dict.fromkeys((task, lag) for task, lag, _ in found):
+        own = [found[task, lag, loss] for loss in losses]
+        best = max(f"{row['value']:.2f}" for row in own)
+        values = [f"**{value}**" if value == best else value for row in own for value in [f"{row['value']:.2f}"]]
+        cells = [
+            f"{value} ({row['spread'][0]:.2f} to {row['spread'][1]:.2f})"
+            for value, row in zip(values, own, strict=True)
+        ]
+        lines.append(f"| {task}, {lag} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the rewards over the lag, a panel for each task: lines for medians, bars from lowest to highest seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(TASKS), figsize=(9, 3.2), layout="constrained", squeeze=False)
+    for panel, task in zip(panels.flat, TASKS, strict=True):
+        for place, loss in enumerate(LOSSES):
+            own = [row for row in rows if (row["sizes"]["task"], row["sizes"]["loss"]) == (task, loss)]
+            lags = [row["sizes"]["lag"] + 0.07 * (place - len(LOSSES) / 2) for row in own]
+            values = [row["value"] for row in own]
+            ends = [[max(0.0, at - row["spread"][0]) for at, row in zip(values, own, strict=True)]]
+            ends += [[max(0.0, row["spread"][1] - at) for at, row in zip(values, own, strict=True)]]
+            width = 2.2 if loss == "stable_reinforce" else 1.0
+            panel.errorbar(lags, values, ends, label=loss, linewidth=width, capsize=2)
+        panel.set_title(task, fontsize=10)
+        panel.set_xticks(LAGS)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels.flat[0].legend(fontsize=7, frameon=False)
+    figure.supxlabel("age of the sampling weights in steps", fontsize=9)
+    figure.supylabel("mean reward", fontsize=9)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,13 +196,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--losses", default=",".join(LOSSES))
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--read", type=Path, metavar="FILE", help="prints the table of these figures; measures nothing")
+    parser.add_argument("--draw", type=Path, metavar="PNG", help="draws the figures of --read")
     options = parser.parse_args()
+    if options.read:
+        rows = [json.loads(line) for line in options.read.read_text().splitlines()]
+        print(table(rows), end="")
+        if options.draw:
+            draw(rows, options.draw)
+        return
     for task in options.tasks.split(","):
         reward_of = TASKS[task]
         for lag in LAGS:
             for name in options.losses.split(","):
                 found = [run(options, name, lag, reward_of, seed) for seed in range(options.seeds)]
                 sizes = {"loss": name, "task": task, "lag": lag, "steps": options.steps, "rate": options.rate}
+                sizes["dtype"] = options.dtype
                 emit("stale_losses.reward", found, "reward", **sizes, model=str(options.model or "one hidden layer"))
 
 

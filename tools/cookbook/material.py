@@ -1,5 +1,6 @@
 """Small generated datasets that replace the hub's datasets in the same formats."""
 
+import json
 import random
 from typing import Any
 
@@ -17,6 +18,15 @@ _STRAWBERRY = (
         "10) y. We have r's at positions 3, 8, and 9. \\boxed{3}",
     },
 )
+_GUESSING = (
+    "Your job is to guess a integer between 0 and 1024. You can output your guess with the format Guess: <guess> "
+    "(without the angle brackets), and say nothing else. Then we will tell you whether you guess is too high, too low, "
+    "or correct."
+)
+_NOT_PARSED = (
+    "Failed to parse. Please output in the format Guess: <guess> (without the angle brackets), and say nothing else."
+)
+"""The prompt of guess_number, and its answer to another format."""
 # All questions have this answer. Supervised learning shows 1 to 4 equally often, so rewards start near a quarter.
 _RIGHT_COUNT = 3
 
@@ -46,6 +56,31 @@ def maths_rows(count: int, seed: int) -> list[Row]:
     rng = random.Random(seed)
     answer = f"There are {_RIGHT_COUNT}.\n#### {_RIGHT_COUNT}"
     return [{"question": _counting_question(rng), "answer": answer} for _ in range(count)]
+
+
+def code_rows(count: int, seed: int) -> list[Row]:
+    """Returns tasks like DeepCoder: a program must print the right count."""
+    rng = random.Random(seed)
+    tests = json.dumps([{"input": "", "output": str(_RIGHT_COUNT)}])
+    return [{"problem": f"Print the answer. {_counting_question(rng)}", "tests": tests} for _ in range(count)]
+
+
+def guess_rows(count: int, seed: int) -> list[Row]:
+    """Returns games of guess_number up to an answer; half of the answers break its format, which costs 1."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        messages = [{"role": "system", "content": _GUESSING}]
+        for _ in range(rng.randint(0, 3)):
+            said = _guess(rng)
+            heard = "Too low" if said.startswith("Guess") else _NOT_PARSED
+            messages += [{"role": "player", "content": said}, {"role": "user", "content": heard}]
+        rows.append({"messages": [*messages, {"role": "assistant", "content": _guess(rng)}]})
+    return rows
+
+
+def _guess(rng: random.Random) -> str:
+    return rng.choice(("Guess: ", "I say ")) + str(rng.randint(1, 4))
 
 
 def preference_rows(count: int, seed: int) -> list[Row]:

@@ -36,6 +36,7 @@ class Situation:
         model_name: Model name of the server.
         renderer_name: The cookbook's renderer for the model.
         folder: Folder with the datasets, in which recipes run.
+        sandbox_url: URL of the local sandbox for programs that a model wrote; empty without one.
     """
 
     version: str
@@ -43,6 +44,7 @@ class Situation:
     model_name: str
     renderer_name: str
     folder: Path
+    sandbox_url: str = ""
 
     def log_folder(self, recipe: str) -> Path:
         """Returns the folder for a recipe's logs, metrics and records of checkpoints."""
@@ -100,6 +102,7 @@ class Recipe:
         criteria: Criteria for its metrics; the first gives the figures of the table.
         after: Recipe that provides the checkpoint to start from.
         start_option: The module's option for that checkpoint. None if it resumes from its log folder.
+        url_option: The module's option for the URL of the server, if any; TINKER_BASE_URL has it too.
         log_option: The module's option for the folder of its logs.
         renderer_option: The module's option for the renderer, if any.
         in_catalogue: Whether it looks up its renderer by the model's name, which must then be in the cookbook's
@@ -115,6 +118,7 @@ class Recipe:
     criteria: tuple[Criterion, ...]
     after: str | None = None
     start_option: str | None = None
+    url_option: str | None = "base_url"
     log_option: str = "log_path"
     renderer_option: str | None = None
     in_catalogue: bool = False
@@ -141,7 +145,9 @@ class Recipe:
         log = here.log_folder(self.name)
         commands = []
         if self.module:
-            given = {"base_url": here.base_url, "model_name": here.model_name, self.log_option: log}
+            given: dict[str, Any] = {"model_name": here.model_name, self.log_option: log}
+            if self.url_option:
+                given[self.url_option] = here.base_url
             given |= self.options | {name: each.value for name, each in self.replaced_in(here.version).items()}
             if self.renderer_option:
                 given[self.renderer_option] = here.renderer_name

@@ -4,10 +4,10 @@ from typing import Any
 
 from cookbook.criterion import Falls, Reaches, Rises, Stays
 from cookbook.recipe import LOCAL, SIZES, Recipe, Replaced
-from cookbook.workplace import PROMPT_DISTILLATION_FILE
+from cookbook.workplace import GUESSES_FILE, PROMPT_DISTILLATION_FILE
 
 _HOME = "tinker_cookbook.recipes"
-_DELETE = {"behavior_if_log_dir_exists": "delete"}
+_DELETE, _RESUME = ({"behavior_if_log_dir_exists": does} for does in ("delete", "resume"))
 # Sampler and trainer compute the same sums in a different order, in float32.
 _AGREEMENT = 1e-6
 
@@ -96,6 +96,14 @@ RECIPES = (
         in_catalogue=True,
     ),
     Recipe(
+        name="sl_basic",
+        checks=(),
+        module=f"{_HOME}.sl_basic",
+        options={"learning_rate": 3e-3, "eval_every": 0, "save_every": 0},
+        criteria=(Falls("train_mean_nll", to=0.7),),
+        in_catalogue=True,
+    ),
+    Recipe(
         name="rl_train",
         checks=("C117", "C119"),
         module=f"{_HOME}.math_rl.train",
@@ -133,6 +141,67 @@ RECIPES = (
         },
         criteria=(Rises("env/all/correct", by=0.05),),
         **_MATH_RUN,
+    ),
+    Recipe(
+        name="code_start",
+        checks=(),
+        module=None,
+        options={},
+        program="code_start",
+        criteria=(Falls("loss", to=0.3),),
+    ),
+    Recipe(
+        name="code_rl",
+        checks=(),
+        module=f"{_HOME}.code_rl.train",
+        options={
+            "groups_per_batch": 8,
+            "group_size": 8,
+            "learning_rate": 5e-4,
+            "max_steps": 5,
+            "max_tokens": 24,
+            "eval_every": 0,
+            "save_every": 0,
+            **_DELETE,
+        },
+        criteria=(Rises("env/all/correct", by=0.15),),
+        after="code_start",
+        start_option="load_checkpoint_path",
+        renderer_option="renderer_name",
+    ),
+    Recipe(
+        name="chat_sl",
+        checks=(),
+        module=f"{_HOME}.chat_sl.train",
+        options={
+            "dataset": GUESSES_FILE,
+            "batch_size": 16,
+            "learning_rate": 3e-3,
+            "num_epochs": 4,
+            "eval_every": 0,
+            **_DELETE,
+        },
+        criteria=(Falls("train_mean_nll", to=0.25),),
+        renderer_option="renderer_name",
+    ),
+    Recipe(
+        name="guess_number",
+        checks=(),
+        module=f"{_HOME}.multiplayer_rl.guess_number.train",
+        options={
+            "batch_size": 2,
+            "group_size": 4,
+            "learning_rate": 1e-3,
+            "max_steps": 6,
+            "max_tokens": 8,
+            "eval_every": 0,
+            "save_every": 0,
+            **_RESUME,
+        },
+        criteria=(Rises("env/all/reward/total", by=1.0),),
+        after="chat_sl",
+        url_option=None,
+        renderer_option="renderer_name",
     ),
     Recipe(
         name="pipelined_substeps",
@@ -226,17 +295,17 @@ RECIPES = (
 )
 
 NOT_RUN = {
-    "code_rl": "its sandbox is a container of SandboxFusion or Modal; this machine can start neither",
     "harbor_rl, distillation of harbor tasks": "each task is a container of Modal's cloud",
     "rubric, prometheus_experimental": "a second model grades in a fixed format, which the tiny model cannot write",
-    "multiplayer_rl": "a reward needs a won game or a second model that answers; text_arena needs its package",
+    "multiplayer_rl": "twenty_questions needs a second model that answers, text_arena its package; guess_number runs",
     "audio": "Fovea serves no model that hears, and refuses dmel chunks",
     "search_tool": "needs an index of Wikipedia in Chroma, and Gemini's embeddings",
     "verifiers_rl": "needs an environment of the hub; `make environments` tests verifiers through `fovea_rollout`",
     "distillation, preference/rlhf": "needs a teacher or a trained reward model besides, and data of the hub",
     "forecasting, true_thinking_score, rl_numerics_check": "asks what only a large model answers; no reward otherwise",
+    "preference/shorter": "the tiny model's answers are already as short as they can be, two tokens",
+    "rl_basic": "calls what math_rl calls, and no option reduces its steps of 2,048 rollouts",
     "decisions": "is a library with a demonstration, not a program with settings",
-    "preference/shorter, chat_sl, rl_basic, sl_basic": "makes the same calls as math_rl and sl_loop",
 }
 """Recipes of 0.6.1 that no run covers, with the reason."""
 

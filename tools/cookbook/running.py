@@ -144,6 +144,7 @@ def _surroundings(here: Situation, api_key: str, python_path: Path | None) -> di
         "TINKER_API_KEY": api_key,
         "TINKER_BASE_URL": here.base_url,
         "TINKER_TELEMETRY": "0",
+        "SANDBOX_URL": here.sandbox_url,
         "TINKER_COOKBOOK_RUNS_DIR": str(here.folder / "runs"),
         "HF_HOME": str(here.folder / "hub"),
         "HF_HUB_OFFLINE": "1",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from cookbook import sandbox
 from cookbook.environments import Environment
 from cookbook.recipe import Recipe, Situation
 from cookbook.recipes import RECIPES
@@ -87,20 +88,19 @@ class Suite:
 
     def run(self, environments: Sequence[Environment]) -> list[Result]:
         """Returns all results, by environment. An interruption ends what is running."""
-        with ThreadPoolExecutor(len(environments)) as pool:
-            pending = [pool.submit(self._run_in, environment) for environment in environments]
+        with sandbox.running() as sandbox_url, ThreadPoolExecutor(len(environments)) as pool:
+            pending = [pool.submit(self._run_in, environment, sandbox_url) for environment in environments]
             try:
                 return [result for one in pending for result in one.result()]
             finally:
                 self._stopped.set()
 
-    def _run_in(self, environment: Environment) -> list[Result]:
+    def _run_in(self, environment: Environment, sandbox_url: str) -> list[Result]:
         folder = self._work / environment.version
         lay_out(folder, self._server.model_name, self._server.tokenizer, self._seed, self._problems)
         renderer = _renderer(environment, self._server.model_name)
-        here = Situation(
-            environment.version, self._server.base_url, self._server.model_name, renderer or RENDERER_NAME, folder
-        )
+        named = self._server.model_name, renderer or RENDERER_NAME
+        here = Situation(environment.version, self._server.base_url, *named, folder, sandbox_url)
         results = []
         for recipe in self._recipes:
             if recipe.in_catalogue and renderer is None:

@@ -17,6 +17,7 @@ from cookbook import material
 from cookbook.material import Row
 from fovea_tinyvlm.scenes import COLOUR_QUESTION, COLOURS, GROUND_QUESTION, GROUNDS, shape_scene
 
+GUESSES_FILE = "guesses.jsonl"
 PROMPT_DISTILLATION_FILE = "prompt_distillation/data.jsonl"
 _GSM8K_CARD = """---
 configs:
@@ -28,6 +29,7 @@ configs:
     path: main/test.jsonl
 ---
 """
+_CODE_PARTS = {"primeintellect": ("train",), "taco": ("train",), "lcbv5": ("train", "test"), "codeforces": ("test",)}
 _CLASSES = [f"{colour}_on_{ground}" for ground in GROUNDS for colour in COLOURS if colour != ground]
 _PICTURES_OF_A_CLASS = {"train": 40, "test": 10}
 
@@ -58,9 +60,23 @@ def lay_out(folder: Path, model_name: str, tokenizer: Path | None, seed: int = 0
     preferences = folder / "Anthropic/hh-rlhf"
     _write(preferences / "train.jsonl", material.preference_rows(96, 2 * seed))
     _write(preferences / "test.jsonl", material.preference_rows(8, seed=1))
+    _write(folder / GUESSES_FILE, material.guess_rows(256, 2 * seed))
     _write(folder / PROMPT_DISTILLATION_FILE, material.distilled_rows(160, 2 * seed))
     _write(folder / "tangqiaoyu/ToolAlpaca/train.jsonl", material.demonstration_rows(64, 2 * seed))
+    _write_code(folder / "agentica-org/DeepCoder-Preview-Dataset", seed)
     _write_pictures(folder / "dpdl-benchmark/caltech101")
+
+
+def _write_code(folder: Path, seed: int) -> None:
+    """Writes tasks in the layout of DeepCoder: several sets of one or two splits."""
+    card = ["---", "configs:"]
+    for place, (name, splits) in enumerate(_CODE_PARTS.items()):
+        card += [f"- config_name: {name}", "  data_files:"]
+        for split in splits:
+            card += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
+            rows = material.code_rows(16, 2 * (seed + 1000 * place) + (split == "test"))
+            _write(folder / name / f"{split}.jsonl", rows)
+    (folder / "README.md").write_text("\n".join([*card, "---", ""]))
 
 
 def _write(path: Path, rows: Iterable[Row]) -> None:

@@ -136,6 +136,36 @@ async def test_records_belong_to_their_session_and_end_with_it(stand: Stand, res
     await eventually(is_gone)
 
 
+async def test_a_refused_datum_reaches_no_trainer(stand: Stand, rest: Rest) -> None:
+    """Each refusal is a user error that names the field, and the good datum beside it is not computed either."""
+    model_id, sampling_id = await rest.create_model(), await _base_session(rest)
+    good = _datum(*await _sample(rest, sampling_id))
+    sequence_id, tokens = await _sample(rest, sampling_id, 1)
+    plain = (await rest.sample(sampling_id, 2)).json()
+    unrecorded = (await rest.result(plain["request_id"]))["sequences"][0]["tokens"]
+    whole = _datum(sequence_id, tokens)
+    assert whole.loss_fn_input_spans is not None
+    prompt, sampled = whole.loss_fn_input_spans
+    wrong = {
+        "data[1] has no provenance spans": replace(whole, model_input_spans=None, loss_fn_input_spans=None),
+        "data[1].model_input_spans[0] names sequence 'none'": _datum("none", tokens),
+        f"names sequence '{plain['sample_sequence_ids'][0]}'": _datum(plain["sample_sequence_ids"][0], unrecorded),
+        "data[1].model_input_spans[0] says that position 0": _datum(sequence_id, tokens, [9, 2, 3]),
+        "data[1].model_input_spans[1] says that position 4": _datum(
+            sequence_id, [tokens[0], tokens[1] + 1, *tokens[2:]]
+        ),
+        "data[1].loss_fn_input_spans covers 5 positions": replace(
+            whole, loss_fn_input_spans=[prompt, replace(sampled, length=COUNT - 1)]
+        ),
+    }
+    for seq_id, (words, datum) in enumerate(wrong.items(), 1):
+        body = forward_backward_body(model_id, seq_id, data=[good, datum], loss_fn="stable_reinforce")
+        refused = await rest.result((await rest.send(body)).json()["request_id"])
+        assert (refused["category"], words in refused["error"]) == ("user", True), refused
+    assert not stand.trainer.of("ForwardBackward")
+    assert "loss_fn_outputs" in await _train(rest, model_id, len(wrong) + 1, good)
+
+
 async def test_records_count_as_their_owners_bytes(stand: Stand, rest: Rest) -> None:
     """A record costs 8 bytes per sampled token, 4 per prompt token, and its rows. Without free bytes, sampling is
     refused.

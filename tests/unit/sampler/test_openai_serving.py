@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 
 from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
-from fovea.wire.errors import FoveaError
+from fovea.wire.errors import Unimplemented
 from fovea_sampler.engine import openai_requests
 from fovea_sampler.engine.message_apis import ChatHandler
 from fovea_sampler.engine.openai_serving import _Sequence
@@ -44,7 +44,7 @@ def read(**more: Any) -> Any:
 )
 def test_a_field_that_asks_for_nothing_is_taken(name: str, idle: Any, asking: Any) -> None:
     assert read(**{name: idle}).messages
-    with pytest.raises(FoveaError) as refused:
+    with pytest.raises(Unimplemented, match=f"does not serve {name} with this value") as refused:
         read(**{name: asking})
     assert refused.value.field == name
 

@@ -113,9 +113,9 @@ def read(route: "sampler_pb2.OpenAIRoute", body: dict[str, Any], most_samples: i
             continue
         if name in _WITHOUT_EFFECT and _WITHOUT_EFFECT[name](value):
             continue
-        if known is None:
+        if known is None and name not in _WITHOUT_EFFECT:
             raise InvalidInput(f"there is no field {name!r} in this request; leave it out", field=name)
-        raise Unimplemented(f"Fovea does not serve vLLM's field {name}; leave it out", field=name)
+        raise Unimplemented(f"Fovea does not serve {name} with this value; leave it out", field=name)
     check_parts(body.get("messages"), "messages")
     given = {name: value for name, value in body.items() if value is not None and name in _FIELDS[kind]}
     request: GenerationRequest = validated(kind, given)

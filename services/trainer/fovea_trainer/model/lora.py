@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,20 @@ DEFAULT_ALPHA = 32.0
 _LARGEST_SCALE = 1024.0
 """The largest alpha / rank. At this scale factors may still be as large as 64."""
 UNEMBEDDING = "lm_head"
+_T = TypeVar("_T")
+
+
+def by_own_names(tensors: Mapping[str, _T], own: Iterable[str]) -> dict[str, _T]:
+    """Returns tensors of an adapter by a model's own names, `own`, where hosted Tinker has other names for them.
+
+    It leaves out `language_model.` in vision models, and calls the unembedding `model.unembed_tokens`.
+    """
+    known = {_hosted(name): name for name in own}
+    return {known.get(_hosted(name), name): tensor for name, tensor in tensors.items()}
+
+
+def _hosted(name: str) -> str:
+    return name.replace(".language_model.", ".").replace(f".{UNEMBEDDING}.", ".model.unembed_tokens.")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fovea.runtime.model_files import UNTRAINED
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import InvalidInput
 from fovea_trainer.model.experts import ExpertLayout
-from fovea_trainer.model.lora import PEFT_PREFIX
+from fovea_trainer.model.lora import PEFT_PREFIX, by_own_names
 from fovea_trainer.model.sharding import full_of
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.weights.checkpoint_folder import Chunks, Folder, chunks_of
@@ -212,7 +212,7 @@ def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def of_experts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stacks the tensors of single experts: the inverse of `one_by_one`.
 
-    Factors that are already stacked stay as they are.
+    Factors that are already stacked stay as they are. Hosted Tinker's names become the adapter's own.
 
     Args:
         tensors: Tensors of the file, keyed by tensor name.
@@ -221,7 +221,7 @@ def of_experts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dic
     Raises:
         InvalidInput: The experts differ in a factor that they share in `like`, or in their shapes.
     """
-    found = dict(tensors)
+    found = by_own_names(tensors, like)
     for name, target in like.items():
         if target.dim() != 3 or name in found:
             continue
@@ -337,7 +337,7 @@ def check_shapes(shapes: Mapping[str, list[int]], targets: Mapping[str, Tensor],
     Raises:
         InvalidInput: Names the first tensor that is missing, unexpected or misshapen.
     """
-    left, adapted = dict(shapes), set[str]()
+    left, adapted = by_own_names(shapes, targets) if is_foreign else dict(shapes), set[str]()
     missing: list[str] = []
     for name, target in targets.items():
         found = left.pop(name, None)

@@ -88,6 +88,22 @@ def test_fitting_adapters_are_accepted_stacked_or_separate_whole_or_partial(tmp_
     assert weight_files.read_shapes(Folder(CountingFiles(), str(tmp_path)), WEIGHTS) == apart()
 
 
+def test_names_of_hosted_tinker_are_accepted_in_files_from_elsewhere() -> None:
+    parent = "base_model.model"
+    own = {f"{parent}.model.language_model.layers.0.q_proj", f"{parent}.lm_head", f"{parent}.model.visual.proj"}
+    targets = {f"{name}.lora_{half}.weight": torch.rand(4, 4) for name in own for half in "AB"}
+    hosted = {
+        name.replace(".language_model.", ".").replace(".lm_head.", ".model.unembed_tokens."): tensor
+        for name, tensor in targets.items()
+    }
+    assert hosted.keys() != targets.keys()
+    shapes = {name: list(tensor.shape) for name, tensor in hosted.items()}
+    weight_files.check_shapes(shapes, targets, "u", is_foreign=True)
+    assert weight_files.of_experts(hosted, targets) == targets
+    with pytest.raises(InvalidInput, match="it was saved from a differently shaped model"):
+        weight_files.check_shapes(shapes, targets, "u", is_foreign=False)
+
+
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
