@@ -28,26 +28,18 @@ from fovea_gateway.access.api_keys import (
     nameless,
     random_key,
 )
-from fovea_gateway.access.audit_log import DRAIN, OK, Action, put_entries, question_of, read_entries, with_values
+from fovea_gateway.access.audit_log import DRAIN, OK, Action, encode, key_values, put_entries, question_of, read_entries
 from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.database import Job, Result
 from fovea_gateway.database.migrations import find_revision
 from fovea_gateway.database.ownership import see_whole
-from fovea_gateway.database.schema import (
-    REVISION,
-    audit_entries,
-    checkpoints,
-    drained_trainers,
-    keys,
-    owners,
-    usage,
-)
+from fovea_gateway.database.schema import REVISION, audit_entries, checkpoints, drained_trainers, keys, owners, usage
 from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, insert_new, make_engine, refusal
 
 _DAY_S = 24 * 3600
 _DAYS = 30
 _ENTRIES = 1000
-_AUDITED = ("owner", "key_id", "event", "object_id", "outcome", "count", "route")
+_AUDITED = ("owner", "key_id", "event", "object_id", "new_values", "outcome", "count", "route")
 _COMMAND = "the command line"
 """The owner of audit entries of these commands."""
 _BARE = nameless(hash_key(PUBLISHED))
@@ -72,7 +64,7 @@ def _create(arguments: argparse.Namespace) -> None:
     def insert(connection: sa.Connection) -> str:
         known = _known(connection)
         insert_key(connection, key)
-        _note(connection, "keys create", "key_create", key.key_id)
+        _note(connection, "keys create", "key_create", key.key_id, **key_values(key))
         return "" if key.owner in known else similar(key.owner, known)
 
     if alike := run(arguments, insert, may_create=True):
@@ -113,7 +105,7 @@ def _change(arguments: argparse.Namespace, words: str, event: str, **values: flo
         found = change_key(connection, arguments.key_id, **values)
         if found is None:
             return None
-        _note(connection, words, event, found.key_id)
+        _note(connection, words, event, found.key_id, **key_values(found))
         return found, all_keys(connection)
 
     changed = run(arguments, change)
@@ -143,8 +135,7 @@ def _set_owner(arguments: argparse.Namespace) -> None:
         given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
         changed = Owner(**{**vars(known), **given}).checked()
         put_owner(connection, changed)
-        audited = with_values(changed.owner, {name: getattr(changed, name) for name in FIELDS})
-        _note(connection, "owners set", "owner_set", audited)
+        _note(connection, "owners set", "owner_set", changed.owner, **{name: getattr(changed, name) for name in FIELDS})
         return changed
 
     try:
@@ -216,11 +207,12 @@ def _audit(arguments: argparse.Namespace) -> None:
         print(f"these are the newest {arguments.most}; --most shows more", file=sys.stderr)
 
 
-def _note(connection: sa.Connection, words: str, event: str, object_id: str) -> None:
+def _note(connection: sa.Connection, words: str, event: str, object_id: str, **new_values: Any) -> None:
     """Writes the audit entry of a command, `fovea` with these words, into its transaction."""
     # The views of all shards hide the tables, and take no rows.
     schema = connection.scalar(sa.func.current_schema()) if connection.dialect.name == "postgresql" else None
-    action = Action(_COMMAND, f"{_user()}@{socket.gethostname()}", event, f"fovea {words}", object_id, OK)
+    who, values = f"{_user()}@{socket.gethostname()}", encode(new_values)
+    action = Action(_COMMAND, who, event, f"fovea {words}", object_id, OK, values)
     put_entries(connection, [action.row(time.time(), 1)], schema)
 
 

@@ -71,6 +71,36 @@ async def test_the_sdk_reads_who_did_what_to_which_checkpoint(stand: Stand, rest
         assert (await client.get_audit_log(event_type, day)).entries == []
 
 
+async def test_a_change_is_recorded_with_the_values_that_the_object_has_now(
+    stand: Stand, rest: Rest, log: httpx.AsyncClient
+) -> None:
+    model = await rest.create_model()
+    path = await save(rest, model, 1, "state")
+    await rest.http.put(f"{below(path)}/ttl", json={"ttl_seconds": 3600})
+    await rest.http.put(f"sessions/{rest.session_id}/project", json={"project_id": "birds"})
+    label = {"name": "n" * 120, "notes": "a\nb", "tags": ["one", "two"]}
+    assert (await rest.http.put(f"live/runs/{model}", json=label)).status_code == 200
+    unchanged = {"name": "other", "only_if_none": True}
+    assert (await rest.http.put(f"live/runs/{model}", json=unchanged)).status_code == 200
+    assert (await rest.http.put(f"live/runs/{model}", json={"tags": ["a,b"]})).status_code == 400
+    made = (await log.post("keys", json={"owner": "carol", "name": "of carol", "scope": "read"})).json()["key"]
+    await log.put(f"keys/{made['key_id']}/expiry", json={"expires_at": 4e9})
+    found = {(each["event"], each["event_details"]["object_id"]): each for each in await entries(log, outcome="ok")}
+    of_carol = {"owner": "carol", "name": "of carol", "scope": "read"}
+    expected = {
+        ("checkpoint_ttl_set", path.removeprefix("tinker://")): {"ttl_seconds": 3600},
+        ("project_assign", rest.session_id): {"project_id": "birds"},
+        ("run_label_set", model): {"name": "n" * 100, "notes": "a\nb", "tags": "one, two"},
+        ("key_create", made["key_id"]): of_carol | {"expires_at": None},
+        ("key_expiry_set", made["key_id"]): of_carol | {"expires_at": 4e9},
+    }
+    assert {name: found[name]["event_details"]["new_values"] for name in expected} == expected
+    of_run = await entries(log, object_id=model)
+    assert {each["event"] for each in of_run} >= {"run_label_set", "checkpoint_ttl_set"}, "what lies below the run"
+    (refused,) = await entries(log, event="run_label_set", outcome="INVALID_INPUT")
+    assert "new_values" not in refused["event_details"]
+
+
 async def test_work_is_counted_by_the_hour(stand: Stand, rest: Rest, log: httpx.AsyncClient) -> None:
     assert stand.gateway is not None
     model = await rest.create_model()
