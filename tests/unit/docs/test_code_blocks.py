@@ -1,6 +1,6 @@
 """Code in the documents is valid: Python compiles and uses existing names, and commands and their options exist.
 
-Some blocks also run: tests/contract/fovea_rollout/test_guide.py.
+Python also runs: see `RUN`.
 """
 
 import ast
@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -57,6 +58,12 @@ def _codes() -> Iterator[Code]:
 
 CODES = list(_codes())
 PYTHON = [code for code in CODES if code.language == "python"]
+RUN = {
+    "docs/guides/rollout.md": (3, "tests/contract/fovea_rollout/test_guide.py"),
+    "docs/guides/first-fine-tune.md": (3, "tests/e2e/test_guides.py"),
+    "docs/guides/openai.md": (1, "tests/e2e/test_guides.py"),
+}
+"""The number of Python blocks of each page, and the tests that run all of them."""
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=lambda code: code.where)
@@ -175,6 +182,15 @@ def test_commands_name_targets_modules_and_files_that_exist() -> None:
             if is_plain and not (ROOT / path).exists() and path.startswith(("deploy/", "tests/", "tools/")):
                 wrong.append(f"{where}: no file {path}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_all_python_of_the_documents_runs_in_a_test() -> None:
+    found = Counter(code.where.partition(":")[0] for code in PYTHON)
+    assert found == {page: count for page, (count, _) in RUN.items()}, (
+        "run the new block in a test, and count it in RUN"
+    )
+    for page, (_, test) in RUN.items():
+        assert page.rpartition("/")[2] in (ROOT / test).read_text()
 
 
 def test_the_harness_sees_the_documents() -> None:
