@@ -5,6 +5,7 @@ within seconds.
 """
 
 import argparse
+import json
 import os
 import pwd
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound, similar
+from fovea_gateway.access import audit_log
 from fovea_gateway.access.api_keys import (
     PUBLISHED,
     Key,
@@ -28,7 +30,6 @@ from fovea_gateway.access.api_keys import (
     nameless,
     random_key,
 )
-from fovea_gateway.access.audit_log import DRAIN, OK, Action, encode, key_values, put_entries, question_of, read_entries
 from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.database import Job, Result
 from fovea_gateway.database.migrations import find_revision
@@ -64,7 +65,7 @@ def _create(arguments: argparse.Namespace) -> None:
     def insert(connection: sa.Connection) -> str:
         known = _known(connection)
         insert_key(connection, key)
-        _note(connection, "keys create", "key_create", key.key_id, **key_values(key))
+        _note(connection, "keys create", "key_create", key.key_id, **audit_log.key_values(key))
         return "" if key.owner in known else similar(key.owner, known)
 
     if alike := run(arguments, insert, may_create=True):
@@ -105,7 +106,7 @@ def _change(arguments: argparse.Namespace, words: str, event: str, **values: flo
         found = change_key(connection, arguments.key_id, **values)
         if found is None:
             return None
-        _note(connection, words, event, found.key_id, **key_values(found))
+        _note(connection, words, event, found.key_id, **audit_log.key_values(found))
         return found, all_keys(connection)
 
     changed = run(arguments, change)
@@ -188,7 +189,7 @@ def _drain(arguments: argparse.Namespace) -> None:
         elif arguments.address:
             insert_new(connection, drained_trainers, {"address": arguments.address})
         if arguments.address:
-            _note(connection, "drain --undo" if arguments.undo else "drain", DRAIN, arguments.address)
+            _note(connection, "drain --undo" if arguments.undo else "drain", audit_log.DRAIN, arguments.address)
         return sorted(connection.scalars(sa.select(drained_trainers.c.address)))
 
     found = run(arguments, change)
@@ -199,10 +200,15 @@ def _drain(arguments: argparse.Namespace) -> None:
 
 def _audit(arguments: argparse.Namespace) -> None:
     given = {name: value for name in ("owner", "event") if (value := getattr(arguments, name)) is not None}
-    question = question_of(given, arguments.days)
-    rows = run(arguments, lambda connection: read_entries(connection, question, arguments.most))
-    shown = ((_day(row["at"], time.gmtime), *(_shown(str(row[name])) for name in _AUDITED)) for row in rows)
-    print_table(("TIME (UTC)", *(name.upper().replace("_", " ") for name in _AUDITED)), shown)
+    question = audit_log.question_of(given, arguments.days)
+    rows = run(arguments, lambda connection: audit_log.read_entries(connection, question, arguments.most))
+    if arguments.json:
+        for row in rows:
+            print(json.dumps(audit_log.entry_of(row)))
+    else:
+        rows_shown = ({**row, "new_values": audit_log.show_values(row["new_values"])} for row in rows)
+        shown = ((_day(row["at"], time.gmtime), *(_shown(str(row[name])) for name in _AUDITED)) for row in rows_shown)
+        print_table(("TIME (UTC)", *(name.upper().replace("_", " ") for name in _AUDITED)), shown)
     if len(rows) == arguments.most:
         print(f"these are the newest {arguments.most}; --most shows more", file=sys.stderr)
 
@@ -211,9 +217,9 @@ def _note(connection: sa.Connection, words: str, event: str, object_id: str, **n
     """Writes the audit entry of a command, `fovea` with these words, into its transaction."""
     # The views of all shards hide the tables, and take no rows.
     schema = connection.scalar(sa.func.current_schema()) if connection.dialect.name == "postgresql" else None
-    who, values = f"{_user()}@{socket.gethostname()}", encode(new_values)
-    action = Action(_COMMAND, who, event, f"fovea {words}", object_id, OK, values)
-    put_entries(connection, [action.row(time.time(), 1)], schema)
+    who, values = f"{_user()}@{socket.gethostname()}", audit_log.encode(new_values)
+    action = audit_log.Action(_COMMAND, who, event, f"fovea {words}", object_id, audit_log.OK, values)
+    audit_log.put_entries(connection, [action.row(time.time(), 1)], schema)
 
 
 def _user() -> str:
@@ -293,6 +299,7 @@ def _parse() -> argparse.Namespace:
         "--days", type=int, default=_DAYS, help=f"number of days to show, including today (UTC); default: {_DAYS}"
     )
     audit.add_argument("--most", type=int, default=_ENTRIES, help=f"number of entries to show; default: {_ENTRIES}")
+    audit.add_argument("--json", action="store_true", help="print each entry as a line of JSON, as in `GET audit`")
     add_state_dir(audit)
     drain = commands.add_parser(
         "drain",

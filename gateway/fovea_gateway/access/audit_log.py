@@ -289,15 +289,15 @@ class AuditLog:
         """Returns a page of the entries that match, oldest first, as the SDK reads them."""
         query = _oldest_first(question).limit(limit).offset(offset)
         return await self._database.read_whole(
-            lambda connection: [_shown(row) for row in connection.execute(query).mappings()]
+            lambda connection: [entry_of(row) for row in connection.execute(query).mappings()]
         )
 
 
-def read_entries(connection: sa.Connection, question: Question, most: int) -> list[Mapping[str, Any]]:
-    """Returns the newest `most` entries that match, oldest first, with new values as a line."""
+def read_entries(connection: sa.Connection, question: Question, most: int) -> list[sa.RowMapping]:
+    """Returns the newest `most` entries that match, oldest first."""
     count = connection.scalar(sa.select(sa.func.count()).select_from(entries).where(_where(question))) or 0
     query = _oldest_first(question).offset(max(0, count - most))
-    return [{**row, "new_values": show_values(row["new_values"])} for row in connection.execute(query).mappings()]
+    return list(connection.execute(query).mappings())
 
 
 def put_entries(connection: sa.Connection, rows: list[dict[str, Any]], schema: str | None = None) -> None:
@@ -363,7 +363,8 @@ def _midnight(day: date) -> float:
     return datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
 
 
-def _shown(row: sa.RowMapping) -> dict[str, Any]:
+def entry_of(row: sa.RowMapping) -> dict[str, Any]:
+    """Returns a row as an entry of `GET audit`."""
     details = {name: row[name] for name in ("owner", "key_id", "route", "object_id", "outcome", "count")}
     times = {name: datetime.fromtimestamp(row[name], UTC).isoformat() for name in ("at", "until")}
     values = {"new_values": json.loads(row["new_values"])} if row["new_values"] else {}

@@ -1,6 +1,7 @@
 """API keys from the settings and created ones: revocation, rotation and storage."""
 
 import asyncio
+import json
 import os
 import pwd
 import socket
@@ -280,6 +281,8 @@ async def test_commands_on_the_database_are_in_the_audit_log(stand: Stand) -> No
     assert len(shown) == 2
     assert shown[1].split()[-5:] == ["ok", "1", "fovea", "keys", "create"]
     assert f'{alice}  owner="alice", name="", scope="train", expires_at=null' in shown[1]
+    exported = (await command(stand, "--owner", "the command line", "--json", program="audit")).splitlines()
+    assert [json.loads(line) for line in exported] == answer.json()["entries"]
 
 
 async def test_the_last_key_of_an_administrator_is_not_revoked_silently(stand: Stand, tmp_path: Path) -> None:
