@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
 
 def _programs(guide: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (GUIDES / guide).read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^( *)```python\n(.*?)^\1```", (GUIDES / guide).read_text(), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(text) for _, text in found]
 
 
 def _run(program: str, stack: Stack, folder: Path) -> str:
@@ -39,13 +41,16 @@ def _run(program: str, stack: Stack, folder: Path) -> str:
 def test_a_folder_of_images_becomes_a_model_that_both_apis_serve(stack: Stack, tmp_path: Path) -> None:
     digits(tmp_path / "birds", 20)  # ten kinds
     Image.open(tmp_path / "birds/0/0.png").save(tmp_path / "unknown.jpg")
-    tuning, asking, _ = _programs("first-fine-tune.md")
+    table = [f"{file.relative_to(tmp_path)},{file.parent.name}" for file in (tmp_path / "birds").rglob("*.png")]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *table]))
+    tuning, reading, asking, _ = _programs("first-fine-tune.md")
+    reading += "assert len(held_out) == 4 and {row.answer for row in train} <= set('0123456789')\n"
     # As its comment says: on Fovea instead of vLLM.
     asking = asking.replace('api_key="none"', 'api_key="tml-local"').replace(
         'model="birds-model"', "model=model.weights"
     )
     assert asking.count("model.weights") == 2
-    said = _run(f"{tuning}\n{asking}", stack, tmp_path).splitlines()
+    said = _run(f"{reading}\n{tuning}\n{asking}", stack, tmp_path).splitlines()
     assert len(said) >= 3
     assert (tmp_path / "birds-model" / "model.safetensors").exists()
 

@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -31,7 +32,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in ("cli.md", "notes.md")),
 ]
-_BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`((?:\.venv/bin/)?(?:fovea|make|python -m) [^`\n]+)`")
 _OPTION = re.compile(r"(?<![\w-])-{1,2}[a-zA-Z][\w-]*")
 _PARTS = re.compile(r"&&|\|\||[|;]|\$\(|\)")
@@ -51,7 +52,7 @@ def _codes() -> Iterator[Code]:
         text = page.read_text()
         for block in _BLOCK.finditer(text):
             line = text.count("\n", 0, block.start()) + 1
-            yield Code(f"{page.relative_to(ROOT)}:{line}", block[1], block[2])
+            yield Code(f"{page.relative_to(ROOT)}:{line}", block[2], textwrap.dedent(block[3]))
         for span in _INLINE.finditer(_BLOCK.sub("", text)):
             yield Code(f"{page.relative_to(ROOT)}, `{span[1]}`", "", span[1])
 
@@ -60,7 +61,7 @@ CODES = list(_codes())
 PYTHON = [code for code in CODES if code.language == "python"]
 RUN = {
     "docs/guides/rollout.md": (3, "tests/contract/fovea_rollout/test_guide.py"),
-    "docs/guides/first-fine-tune.md": (3, "tests/e2e/test_guides.py"),
+    "docs/guides/first-fine-tune.md": (4, "tests/e2e/test_guides.py"),
     "docs/guides/openai.md": (1, "tests/e2e/test_guides.py"),
 }
 """The number of Python blocks of each page, and the tests that run all of them."""
