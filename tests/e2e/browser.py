@@ -34,6 +34,25 @@ _TOO_WIDE = """
         .filter((one) => one.getBoundingClientRect().right > innerWidth + 0.5)
         .map((one) => `${one.tagName} ${one.className}`);
 """
+_CONTRAST = """
+    const light = (colour) => {
+        const [r, g, b] = colour.match(/[\\d.]+/g).map((one) => one / 255)
+            .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = (one) => {
+        for (; one; one = one.parentElement) {
+            const colour = getComputedStyle(one).backgroundColor;
+            if (!/, 0\\)$/.test(colour)) return colour;
+        }
+        return "rgb(255, 255, 255)";
+    };
+    const ink = (one) => getComputedStyle(one, one.placeholder && !one.value ? "::placeholder" : null).color;
+    return [...document.querySelectorAll(arguments[0])].map((one) => {
+        const [low, high] = [light(ink(one)), light(behind(one))].sort((a, b) => a - b);
+        return (high + 0.05) / (low + 0.05);
+    }).reduce((least, one) => Math.min(least, one), 21);
+"""
 _PATIENCE_S = 60.0
 _SETTLED_S = 20.0
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
@@ -150,6 +169,19 @@ class Browser:
         while (found := self.run(_TOO_WIDE, allowed)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return [str(one) for one in found]
+
+    def contrast(self, selector: str) -> float:
+        """Returns the lowest contrast of texts, placeholders included; WCAG 2 requires 4.5 for small text."""
+        return float(self.run(_CONTRAST, selector))
+
+    def read_everywhere(self, texts: str, allowed: str = ".scroll") -> None:
+        """Checks the page at both widths, in light and dark: nothing is cut off, and these texts have contrast."""
+        for width, dark in ((1280, False), (1280, True), (390, True), (390, False)):
+            self.show(width, dark)
+            assert self.too_wide(allowed) == [], (width, dark)
+            shown = self.run("return Math.max(innerWidth, document.documentElement.scrollWidth)")
+            assert shown == width, "without a viewport, a phone shrinks the page"
+            assert self.contrast(texts) >= 4.5, (width, dark)
 
     def complaints(self) -> list[str]:
         """Returns errors on the console since the last call: failed scripts and requests that the policy blocked."""

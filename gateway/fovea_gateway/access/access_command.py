@@ -5,6 +5,7 @@ within seconds.
 """
 
 import argparse
+import json
 import os
 import pwd
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound, similar
+from fovea_gateway.access import audit_log
 from fovea_gateway.access.api_keys import (
     PUBLISHED,
     Key,
@@ -28,26 +30,17 @@ from fovea_gateway.access.api_keys import (
     nameless,
     random_key,
 )
-from fovea_gateway.access.audit_log import DRAIN, OK, Action, put_entries, question_of, read_entries, with_values
 from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.database import Job, Result
 from fovea_gateway.database.migrations import find_revision
 from fovea_gateway.database.ownership import see_whole
-from fovea_gateway.database.schema import (
-    REVISION,
-    audit_entries,
-    checkpoints,
-    drained_trainers,
-    keys,
-    owners,
-    usage,
-)
+from fovea_gateway.database.schema import REVISION, audit_entries, checkpoints, drained_trainers, keys, owners, usage
 from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, insert_new, make_engine, refusal
 
 _DAY_S = 24 * 3600
 _DAYS = 30
 _ENTRIES = 1000
-_AUDITED = ("owner", "key_id", "event", "object_id", "outcome", "count", "route")
+_AUDITED = ("owner", "key_id", "event", "object_id", "new_values", "outcome", "count", "route")
 _COMMAND = "the command line"
 """The owner of audit entries of these commands."""
 _BARE = nameless(hash_key(PUBLISHED))
@@ -72,7 +65,7 @@ def _create(arguments: argparse.Namespace) -> None:
     def insert(connection: sa.Connection) -> str:
         known = _known(connection)
         insert_key(connection, key)
-        _note(connection, "keys create", "key_create", key.key_id)
+        _note(connection, "keys create", "key_create", key.key_id, **audit_log.key_values(key))
         return "" if key.owner in known else similar(key.owner, known)
 
     if alike := run(arguments, insert, may_create=True):
@@ -113,7 +106,7 @@ def _change(arguments: argparse.Namespace, words: str, event: str, **values: flo
         found = change_key(connection, arguments.key_id, **values)
         if found is None:
             return None
-        _note(connection, words, event, found.key_id)
+        _note(connection, words, event, found.key_id, **audit_log.key_values(found))
         return found, all_keys(connection)
 
     changed = run(arguments, change)
@@ -143,8 +136,7 @@ def _set_owner(arguments: argparse.Namespace) -> None:
         given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
         changed = Owner(**{**vars(known), **given}).checked()
         put_owner(connection, changed)
-        audited = with_values(changed.owner, {name: getattr(changed, name) for name in FIELDS})
-        _note(connection, "owners set", "owner_set", audited)
+        _note(connection, "owners set", "owner_set", changed.owner, **{name: getattr(changed, name) for name in FIELDS})
         return changed
 
     try:
@@ -197,7 +189,7 @@ def _drain(arguments: argparse.Namespace) -> None:
         elif arguments.address:
             insert_new(connection, drained_trainers, {"address": arguments.address})
         if arguments.address:
-            _note(connection, "drain --undo" if arguments.undo else "drain", DRAIN, arguments.address)
+            _note(connection, "drain --undo" if arguments.undo else "drain", audit_log.DRAIN, arguments.address)
         return sorted(connection.scalars(sa.select(drained_trainers.c.address)))
 
     found = run(arguments, change)
@@ -208,20 +200,26 @@ def _drain(arguments: argparse.Namespace) -> None:
 
 def _audit(arguments: argparse.Namespace) -> None:
     given = {name: value for name in ("owner", "event") if (value := getattr(arguments, name)) is not None}
-    question = question_of(given, arguments.days)
-    rows = run(arguments, lambda connection: read_entries(connection, question, arguments.most))
-    shown = ((_day(row["at"], time.gmtime), *(_shown(str(row[name])) for name in _AUDITED)) for row in rows)
-    print_table(("TIME (UTC)", *(name.upper().replace("_", " ") for name in _AUDITED)), shown)
+    question = audit_log.question_of(given, arguments.days)
+    rows = run(arguments, lambda connection: audit_log.read_entries(connection, question, arguments.most))
+    if arguments.json:
+        for row in rows:
+            print(json.dumps(audit_log.entry_of(row)))
+    else:
+        rows_shown = ({**row, "new_values": audit_log.show_values(row["new_values"])} for row in rows)
+        shown = ((_day(row["at"], time.gmtime), *(_shown(str(row[name])) for name in _AUDITED)) for row in rows_shown)
+        print_table(("TIME (UTC)", *(name.upper().replace("_", " ") for name in _AUDITED)), shown)
     if len(rows) == arguments.most:
         print(f"these are the newest {arguments.most}; --most shows more", file=sys.stderr)
 
 
-def _note(connection: sa.Connection, words: str, event: str, object_id: str) -> None:
+def _note(connection: sa.Connection, words: str, event: str, object_id: str, **new_values: Any) -> None:
     """Writes the audit entry of a command, `fovea` with these words, into its transaction."""
     # The views of all shards hide the tables, and take no rows.
     schema = connection.scalar(sa.func.current_schema()) if connection.dialect.name == "postgresql" else None
-    action = Action(_COMMAND, f"{_user()}@{socket.gethostname()}", event, f"fovea {words}", object_id, OK)
-    put_entries(connection, [action.row(time.time(), 1)], schema)
+    who, values = f"{_user()}@{socket.gethostname()}", audit_log.encode(new_values)
+    action = audit_log.Action(_COMMAND, who, event, f"fovea {words}", object_id, audit_log.OK, values)
+    audit_log.put_entries(connection, [action.row(time.time(), 1)], schema)
 
 
 def _user() -> str:
@@ -301,6 +299,7 @@ def _parse() -> argparse.Namespace:
         "--days", type=int, default=_DAYS, help=f"number of days to show, including today (UTC); default: {_DAYS}"
     )
     audit.add_argument("--most", type=int, default=_ENTRIES, help=f"number of entries to show; default: {_ENTRIES}")
+    audit.add_argument("--json", action="store_true", help="print each entry as a line of JSON, as in `GET audit`")
     add_state_dir(audit)
     drain = commands.add_parser(
         "drain",

@@ -7,20 +7,25 @@ key, object and outcome share one entry an hour, which is written within seconds
 
 import asyncio
 import hashlib
+import json
 import logging
+import math
 import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextvars import ContextVar
 from datetime import UTC, date, datetime, timedelta
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, similar
+from fovea_gateway.access.api_keys import Key
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import audit_entries as entries
 
@@ -35,6 +40,7 @@ _TTL_S = 90 * 86400.0
 _HOUR_S = 3600
 _MOST_PENDING = 10_000
 _MOST_OBJECT_LETTERS = 200
+_MOST_VALUE_LETTERS = 100
 _ROWS_PER_JOB = 5000
 _UNPRINTABLE = re.compile(r"[^ -~]")
 _CHECKPOINT = "training_runs/{run}/checkpoints/{segment}/{name}"
@@ -109,6 +115,8 @@ _RESOURCES = {
 }
 """The prefixes of events by the `event_type` of the SDK. Fovea has no teams."""
 SEARCHED = ("owner", "key_id", "event", "object_id", "outcome")
+VALUES: ContextVar[Mapping[str, Any]] = ContextVar("new_values", default=MappingProxyType({}))
+"""The values that the object of this request has now, for the entry of a change that succeeds."""
 
 
 class Action(NamedTuple):
@@ -117,6 +125,7 @@ class Action(NamedTuple):
     Attributes:
         object_id: The object's id, or the names in the request that lead to it.
         outcome: `ok`, or the reason of the error.
+        new_values: The object's values after the change, as `encode` returns them; empty without any.
     """
 
     owner: str
@@ -125,6 +134,7 @@ class Action(NamedTuple):
     route: str
     object_id: str
     outcome: str
+    new_values: str = ""
 
     def row(self, at: float, count: int) -> dict[str, Any]:
         """Returns a database row for `count` such actions."""
@@ -151,9 +161,31 @@ class Question(NamedTuple):
     values: Mapping[str, str]
 
 
-def with_values(object_id: str, values: Mapping[str, float]) -> str:
-    """Returns an `object_id` with the values that it has now; those that are 0 are left out."""
-    return f"{object_id}/{','.join(f'{name}={value:.16g}' for name, value in values.items() if value)}"
+def key_values(key: Key) -> dict[str, Any]:
+    """Returns the values that an entry has of a key."""
+    return {"owner": key.owner, "name": key.name, "scope": key.scope.value, "expires_at": key.expires_at}
+
+
+def note_key(key: Key) -> Key:
+    """Notes a key's values for the entry of this request; returns the key."""
+    VALUES.set(key_values(key))
+    return key
+
+
+def encode(values: Mapping[str, Any]) -> str:
+    """Returns values as JSON: numbers and None as they are, anything else as a text that is cut to 100 letters."""
+
+    def short(value: Any) -> Any:
+        text = ", ".join(value) if isinstance(value, list) else str(value)
+        is_number = isinstance(value, int | float) and abs(value) < math.inf
+        return value if value is None or is_number else text[:_MOST_VALUE_LETTERS]
+
+    return json.dumps({name: short(value) for name, value in values.items()}) if values else ""
+
+
+def show_values(text: str) -> str:
+    """Returns such values as a line of `name=value`."""
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in json.loads(text or "{}").items())
 
 
 def check_event(route: str) -> None:
@@ -218,7 +250,7 @@ class AuditLog:
             except BaseException:
                 for action, count in taken.items():
                     # Without their objects, actions are few.
-                    kept = action if len(self.pending) < _MOST_PENDING else action._replace(object_id="")
+                    kept = action if len(self.pending) < _MOST_PENDING else action._replace(object_id="", new_values="")
                     self.pending[kept] += count
                 raise
 
@@ -257,15 +289,15 @@ class AuditLog:
         """Returns a page of the entries that match, oldest first, as the SDK reads them."""
         query = _oldest_first(question).limit(limit).offset(offset)
         return await self._database.read_whole(
-            lambda connection: [_shown(row) for row in connection.execute(query).mappings()]
+            lambda connection: [entry_of(row) for row in connection.execute(query).mappings()]
         )
 
 
-def read_entries(connection: sa.Connection, question: Question, most: int) -> list[Mapping[str, Any]]:
+def read_entries(connection: sa.Connection, question: Question, most: int) -> list[sa.RowMapping]:
     """Returns the newest `most` entries that match, oldest first."""
     count = connection.scalar(sa.select(sa.func.count()).select_from(entries).where(_where(question))) or 0
     query = _oldest_first(question).offset(max(0, count - most))
-    return [dict(row) for row in connection.execute(query).mappings()]
+    return list(connection.execute(query).mappings())
 
 
 def put_entries(connection: sa.Connection, rows: list[dict[str, Any]], schema: str | None = None) -> None:
@@ -322,7 +354,7 @@ def _where(question: Question) -> sa.ColumnElement[bool]:
 
 
 def _is(name: str, value: str) -> sa.ColumnElement[bool]:
-    """Returns the condition on a column. An object is found with what follows its id, such as its values."""
+    """Returns the condition on a column. An object is found with what lies below it, as a run with its checkpoints."""
     column, is_equal = entries.c[name], entries.c[name] == value
     return sa.or_(is_equal, column.startswith(f"{value}/", autoescape=True)) if name == "object_id" else is_equal
 
@@ -331,11 +363,13 @@ def _midnight(day: date) -> float:
     return datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
 
 
-def _shown(row: sa.RowMapping) -> dict[str, Any]:
+def entry_of(row: sa.RowMapping) -> dict[str, Any]:
+    """Returns a row as an entry of `GET audit`."""
     details = {name: row[name] for name in ("owner", "key_id", "route", "object_id", "outcome", "count")}
     times = {name: datetime.fromtimestamp(row[name], UTC).isoformat() for name in ("at", "until")}
+    values = {"new_values": json.loads(row["new_values"])} if row["new_values"] else {}
     return {
         "timestamp": times["at"],
         "event": row["event"],
-        "event_details": details | {"until": times["until"]},
+        "event_details": details | {"until": times["until"]} | values,
     }

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
 from fovea_gateway.access.api_keys import Scope, asked_owner
+from fovea_gateway.access.audit_log import VALUES
 from fovea_gateway.access.sign_ins import Signature
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
@@ -208,6 +209,7 @@ class CheckpointRoutes:
     async def set_ttl(self, request: Request, owner: str) -> Response:
         """Sets or removes a checkpoint's expiry."""
         body = await parse_json(request, SetTtl, await read(request))
+        VALUES.set(body.model_dump())
         await self._checkpoints.set_ttl(owner, _path(request), body.ttl_seconds)
         return Json({"status": "updated"})
 

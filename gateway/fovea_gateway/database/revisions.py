@@ -44,8 +44,7 @@ def note_gradients() -> None:
 
 def add_scopes() -> None:
     """Gives keys scopes, and records the key and the estimated tokens of a future. Existing keys may still train."""
-    # If this version created the table of keys, it has the column already. Only shard 0 has the table.
-    if _has_keys() and "scope" not in {column["name"] for column in sa.inspect(op.get_bind()).get_columns("keys")}:
+    if _has_keys() and _lacks("keys", "scope"):  # only shard 0 has the table
         op.add_column("keys", sa.Column("scope", sa.Text, nullable=False, server_default="train"))
     op.add_column("futures", sa.Column("key_id", sa.Text, nullable=False, server_default=""))
     op.add_column("futures", sa.Column("token_count", sa.BigInteger, nullable=False, server_default="0"))
@@ -63,6 +62,11 @@ def drop_scopes() -> None:
 
 def _has_keys() -> bool:
     return sa.inspect(op.get_bind()).has_table("keys")
+
+
+def _lacks(table: str, column: str) -> bool:
+    """Returns whether the earlier version created the table; otherwise this one did, with the column."""
+    return column not in {each["name"] for each in sa.inspect(op.get_bind()).get_columns(table)}
 
 
 def add_journal() -> None:
@@ -86,13 +90,25 @@ def drop_journal() -> None:
     op.drop_column("models", "journaled_since")
 
 
+def add_new_values() -> None:
+    """Gives audit entries the values of an object after its change. Earlier entries have theirs in `object_id`."""
+    if _lacks("audit_entries", "new_values"):
+        op.add_column("audit_entries", sa.Column("new_values", sa.Text, nullable=False, server_default=""))
+
+
+def drop_new_values() -> None:
+    """Drops the column with its values."""
+    op.drop_column("audit_entries", "new_values")
+
+
 UPGRADES: Mapping[int, Callable[[], None]] = {
     2: follow_models,
     3: move_keys,
     4: note_gradients,
     5: add_scopes,
     6: add_journal,
+    7: add_new_values,
 }
 """Functions that migrate the tables of the previous revision to this one."""
-DOWNGRADES: Mapping[int, Callable[[], None]] = {5: drop_scopes, 6: drop_journal}
+DOWNGRADES: Mapping[int, Callable[[], None]] = {5: drop_scopes, 6: drop_journal, 7: drop_new_values}
 """Functions that migrate the tables of this revision to the previous one."""

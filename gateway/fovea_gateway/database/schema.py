@@ -12,7 +12,7 @@ changes one of these must do so only where the table is: in the schema of shard 
 
 import sqlalchemy as sa
 
-REVISION = "6"
+REVISION = "7"
 """The latest revision in `revisions`."""
 
 metadata = sa.MetaData()
@@ -125,6 +125,7 @@ session_projects = sa.Table(
 )
 
 # See `access.audit_log`. An entry of repeated work stands for `count` requests between `at` and `until`.
+# `new_values` is JSON, or empty.
 audit_entries = sa.Table(
     "audit_entries",
     metadata,
@@ -138,6 +139,7 @@ audit_entries = sa.Table(
     sa.Column("route", sa.Text, nullable=False),
     sa.Column("object_id", sa.Text, nullable=False),
     sa.Column("outcome", sa.Text, nullable=False),
+    sa.Column("new_values", sa.Text, nullable=False, default="", server_default=""),
 )
 
 models = sa.Table(

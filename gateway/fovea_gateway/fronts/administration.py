@@ -22,7 +22,7 @@ from fovea.api.v1 import admin_pb2 as pb
 from fovea.api.v1 import admin_pb2_grpc
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unauthenticated
 from fovea_gateway.access.api_keys import CALLER, SUBJECT, Key, KeyRing, Scope, parse_scope
-from fovea_gateway.access.audit_log import ENTRY_BYTES, MOST_LISTED, SEARCHED, AuditLog, question_of, with_values
+from fovea_gateway.access.audit_log import ENTRY_BYTES, MOST_LISTED, SEARCHED, VALUES, AuditLog, note_key, question_of
 from fovea_gateway.access.oidc import CALLBACK
 from fovea_gateway.access.owners import FIGURES, LIMITS, Owner, Owners, stored_checkpoints, usage_for
 from fovea_gateway.access.sign_ins import LOGIN_S, SignIns
@@ -101,7 +101,7 @@ class AdminRoutes:
         """Creates a key. The response is the only one that contains its text."""
         body = await parse_json(request, CreateKey, await read(request))
         text, key = await self._keys.create(body.owner, body.name, parse_scope(body.scope), _ahead(body.expires_at))
-        return Json({"text": text, "key": key.shown})
+        return Json({"text": text, "key": note_key(key).shown})
 
     async def list_keys(self, request: Request, owner: str) -> Response:
         """Lists all keys, valid or not."""
@@ -109,12 +109,13 @@ class AdminRoutes:
 
     async def revoke_key(self, request: Request, owner: str) -> Response:
         """Revokes a key permanently."""
-        return Json({"key": (await self._keys.revoke(request.path_params["key_id"])).shown})
+        return Json({"key": note_key(await self._keys.revoke(request.path_params["key_id"])).shown})
 
     async def expire_key(self, request: Request, owner: str) -> Response:
         """Sets or removes the time at which a key expires."""
         body = await parse_json(request, ExpireKey, await read(request))
-        return Json({"key": (await self._keys.expire(request.path_params["key_id"], body.expires_at)).shown})
+        key = await self._keys.expire(request.path_params["key_id"], body.expires_at)
+        return Json({"key": note_key(key).shown})
 
     async def list_owners(self, request: Request, owner: str) -> Response:
         """Lists the records of all owners that have one."""
@@ -125,7 +126,7 @@ class AdminRoutes:
         body = await parse_json(request, PutOwner, await read(request))
         record = Owner(request.path_params["owner"], **body.model_dump())
         await self._owners.put(record)
-        SUBJECT.set(with_values(record.owner, body.model_dump()))
+        VALUES.set(body.model_dump())
         return Json({"owner": dataclasses.asdict(record)})
 
     async def usage(self, request: Request, owner: str) -> Response:
@@ -298,12 +299,16 @@ class SignInRoutes:
 
 def _refused_page(error: FoveaError) -> Response:
     """Returns an error as a page with a link to the live page."""
-    words = f'<h1>Not signed in</h1><p>{escape(error.message)}</p><p><a href="../../../">Back to the page</a></p>'
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Fovea</title>{words}'
-    policy = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'"}
-    return Response(page, error.http_status, _UNSTORED | policy, "text/html")
+    policy = {
+        "Content-Security-Policy": "default-src 'none'; style-src 'self'; frame-ancestors 'none'; base-uri 'none'"
+    }
+    return Response(_REFUSED.format(escape(error.message)), error.http_status, _UNSTORED | policy, "text/html")
 
 
+_REFUSED = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Not signed in</title>
+<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="../../../page/page.css">
+<div class="ask card" role="main"><h1>Not signed in</h1><p class="wrong" role="alert">{}</p>
+<p><a href="../../../">Back to the page</a></p></div></html>"""
 _LOGIN_COOKIE = "fovea_login"
 _UNSTORED = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 _BROWSER = Api(TINKER.prefix, _refused_page)
@@ -327,16 +332,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Creates a key."""
         scope = parse_scope(request.scope)
         text, key = await self._keys.create(request.owner, request.name, scope, _ahead(request.expires_at or None))
-        return pb.CreateKeyResponse(text=text, key=_key(key))
+        return pb.CreateKeyResponse(text=text, key=_key(note_key(key)))
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
         return pb.ListKeysResponse(keys=map(_key, self._keys.listed()))
 
     async def RevokeKey(self, request: pb.RevokeKeyRequest, context: Context) -> pb.RevokeKeyResponse:
-        return pb.RevokeKeyResponse(key=_key(await self._keys.revoke(request.key_id)))
+        return pb.RevokeKeyResponse(key=_key(note_key(await self._keys.revoke(request.key_id))))
 
     async def ExpireKey(self, request: pb.ExpireKeyRequest, context: Context) -> pb.ExpireKeyResponse:
-        return pb.ExpireKeyResponse(key=_key(await self._keys.expire(request.key_id, request.expires_at or None)))
+        key = await self._keys.expire(request.key_id, request.expires_at or None)
+        return pb.ExpireKeyResponse(key=_key(note_key(key)))
 
     async def PutOwner(self, request: pb.PutOwnerRequest, context: Context) -> pb.PutOwnerResponse:
         """Writes an owner's record."""
@@ -344,7 +350,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         values = {name: getattr(given, name) for name in LIMITS}
         record = Owner(given.owner, weight=given.weight or 1.0, **values)
         await self._owners.put(record)
-        SUBJECT.set(with_values(record.owner, {"weight": record.weight} | values))
+        SUBJECT.set(record.owner)
+        VALUES.set({"weight": record.weight} | values)
         return pb.PutOwnerResponse(owner=_owner(record))
 
     async def ListOwners(self, request: pb.ListOwnersRequest, context: Context) -> pb.ListOwnersResponse:

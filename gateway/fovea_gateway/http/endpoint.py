@@ -31,7 +31,7 @@ from fovea.wire.conventions import is_token
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented, forget_frames
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import CALLER, SUBJECT, Caller, Scope
-from fovea_gateway.access.audit_log import EVENTS, OK, SINGLE, Action, AuditLog, check_event
+from fovea_gateway.access.audit_log import EVENTS, OK, SINGLE, VALUES, Action, AuditLog, check_event, encode
 from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.request_body import INT64_MAX, Incoming
 
@@ -340,7 +340,7 @@ class Endpoints:
 async def log_action(audit: AuditLog, action: Action) -> None:
     """Writes an action of `SINGLE` to the audit log at once, and counts any other for the next flush."""
     if (action.event, action.outcome) in SINGLE:
-        await audit.write(action)
+        await audit.write(action._replace(new_values=encode(VALUES.get())))
     else:
         audit.pending[action] += 1
 

@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound
 from fovea_gateway.access.api_keys import CALLER, Caller, Scope
+from fovea_gateway.access.audit_log import VALUES
 from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.endpoint import Endpoints, Json, accepted_encoding, check_query, compress, count_of, key_of
 from fovea_gateway.http.request_body import Body, Number, parse_json, read
@@ -129,10 +130,7 @@ class LiveRoutes:
         self._streams = Quota("live streams", _STREAMS, "open pages")
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        page = [
-            Route(f"{self._base_path}/", self.page),
-            Route(f"{self._base_path}/page/{{file}}", self.file),
-        ]
+        page = [Route(f"{self._base_path}/", self.page), Route(f"{self._base_path}/page/{{file}}", self.file)]
         if self._base_path:
             page.append(Route(self._base_path, self.slash))
         return [
@@ -270,9 +268,9 @@ class LiveRoutes:
         """Stores the name, the notes and the tags that people give to a model of the caller."""
         model = await self._models.get(owner, request.path_params["run"])
         body = await parse_json(request, Label, await read(request))
-        name, notes, tags = body.name.strip(), body.notes.strip(), list(dict.fromkeys(body.tags))
-        values = {"name": name, "notes": notes, "tags": tags}
-        return Json({"model_id": model.model_id} | await self._view.put_label(model, values, body.only_if_none))
+        values = {"name": body.name.strip(), "notes": body.notes.strip(), "tags": list(dict.fromkeys(body.tags))}
+        VALUES.set(stored := await self._view.put_label(model, values, body.only_if_none))
+        return Json({"model_id": model.model_id} | stored)
 
     async def _stream(self, caller: Caller, key: str | None) -> AsyncGenerator[str]:
         sent: dict[str, Any] = {}

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import NotFound, ResourceExhausted, SessionEnded, Unavailable
 from fovea_gateway.access.api_keys import CALLER, SUBJECT, Scope, asked_owner
+from fovea_gateway.access.audit_log import VALUES
 from fovea_gateway.access.kept_rows import KeptRows, check_text
 from fovea_gateway.access.owners import Quota, check_project, put_project
 from fovea_gateway.database.database import Database
@@ -167,7 +168,7 @@ class Sessions:
         Raises NotFound, InvalidInput for the name, ResourceExhausted above the owner's share, and PermissionDenied if
         the caller's key could not have created the session's contents.
         """
-        SUBJECT.set(f"{session_id}/{check_project(project_id)}")
+        VALUES.set({"project_id": check_project(project_id)})
         session = await self.get(owner, session_id)
         await self._check_scope(session, "moving")
         self._rows.take(owner, {"project_id": project_id})

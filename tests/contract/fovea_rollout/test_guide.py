@@ -1,10 +1,11 @@
-"""The first program of the reinforcement-learning guide runs unchanged against a gateway."""
+"""The programs of the reinforcement-learning guide run against a gateway, the first one unchanged."""
 
 import asyncio
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,24 +18,50 @@ GUIDE = Path(__file__).parents[3] / "docs/guides/rollout.md"
 _SHORT = "LoopSettings(2, 1, 2, learning_rate=1e-4, kl_coefficient=0.0, substeps=1, loss='importance_sampling')"
 
 
+def _programs() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+async def _run(program: str, stand: Stand, folder: Path) -> list[str]:
+    """Runs a program and returns the lines that it prints."""
+    text = program.replace("http://127.0.0.1:8000", stand.url).replace("tml-local", KEY)
+    (folder / "program.py").write_text(text.replace("LoopSettings()", _SHORT))
+    command = [sys.executable, str(folder / "program.py")]
+    given = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
+    environment = given | {"TINKER_TELEMETRY": "0"}
+    ended = await asyncio.to_thread(
+        subprocess.run, command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "DEPRECATED" not in ended.stderr
+    return ended.stdout.splitlines()
+
+
 async def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
-    program = re.search(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
-    assert program is not None
     async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure())) as stand:
-        text = program[1].replace("http://127.0.0.1:8000", stand.url).replace("tml-local", KEY)
-        (tmp_path / "program.py").write_text(text.replace("LoopSettings()", _SHORT))
-        command = [sys.executable, str(tmp_path / "program.py")]
-        given = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
-        environment = given | {"TINKER_TELEMETRY": "0"}
-        ended = await asyncio.to_thread(
-            subprocess.run, command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
-        )
+        lines = await _run(_programs()[0], stand, tmp_path)
         async with stand.http() as http:
             (run,) = (await http.get("training_runs")).json()["training_runs"]
             curves = (await http.get(f"live/curves/{run['training_run_id']}")).json()["curves"]
     assert curves["reward"]["step"] == [1, 2], "rewards are on the live page of the server that connect() names"
-    assert ended.returncode == 0, ended.stderr
-    assert "DEPRECATED" not in ended.stderr
-    lines = ended.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"], "expected one line for each step"
+
+
+async def test_its_warm_up_and_its_resumed_run_go_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other blocks use the names of the first one; they run in place of its training, with few episodes."""
+    monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
+    first, *others = _programs()
+    assert len(others) == 2
+    lines = "\n".join(others).replace("sources * 256", "sources * 2").splitlines(keepends=True)
+    imports = "".join(line for line in lines if line.startswith("from "))
+    names = "held_out, model = sources, served.supported_models[0].model_name\n"
+    body = names + "".join(line for line in lines if not line.startswith("from "))
+    program, count = re.subn(r"    policy = await train\(.*\n", lambda _: textwrap.indent(body, "    "), first)
+    assert count == 1
+    async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure())) as stand:
+        said = await _run(imports + program, stand, tmp_path)
+    assert [line.partition(":")[0] for line in said if line.startswith("step")] == ["step 1", "step 2"]
+    assert (tmp_path / "walker").is_dir(), "what a later start resumes from"

@@ -1,8 +1,10 @@
 """The audit log: one entry per change, over REST and gRPC, searched through AdminClient."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
@@ -69,6 +71,38 @@ async def test_the_sdk_reads_who_did_what_to_which_checkpoint(stand: Stand, rest
     quiet: list[tuple[Any, date]] = [("projects", today()), ("teams", today()), ("all", today() - timedelta(1))]
     for event_type, day in quiet:
         assert (await client.get_audit_log(event_type, day)).entries == []
+
+
+async def test_a_change_is_recorded_with_the_values_that_the_object_has_now(
+    stand: Stand, rest: Rest, log: httpx.AsyncClient
+) -> None:
+    model = await rest.create_model()
+    path = await save(rest, model, 1, "state")
+    await rest.http.put(f"{below(path)}/ttl", json={"ttl_seconds": 3600})
+    await rest.http.put(f"sessions/{rest.session_id}/project", json={"project_id": "birds"})
+    label = {"name": "n" * 120, "notes": "a\nb", "tags": ["one", "two"]}
+    assert (await rest.http.put(f"live/runs/{model}", json=label)).status_code == 200
+    unchanged = {"name": "other", "only_if_none": True}
+    assert (await rest.http.put(f"live/runs/{model}", json=unchanged)).status_code == 200
+    assert (await rest.http.put(f"live/runs/{model}", json={"tags": ["a,b"]})).status_code == 400
+    made = (await log.post("keys", json={"owner": "carol", "name": "of carol", "scope": "read"})).json()["key"]
+    await log.put(f"keys/{made['key_id']}/expiry", json={"expires_at": 4e9})
+    found = {(each["event"], each["event_details"]["object_id"]): each for each in await entries(log, outcome="ok")}
+    of_carol = {"owner": "carol", "name": "of carol", "scope": "read"}
+    expected = {
+        ("checkpoint_ttl_set", path.removeprefix("tinker://")): {"ttl_seconds": 3600},
+        ("project_assign", rest.session_id): {"project_id": "birds"},
+        ("run_label_set", model): {"name": "n" * 100, "notes": "a\nb", "tags": "one, two"},
+        ("key_create", made["key_id"]): of_carol | {"expires_at": None},
+        ("key_expiry_set", made["key_id"]): of_carol | {"expires_at": 4e9},
+    }
+    assert {name: found[name]["event_details"]["new_values"] for name in expected} == expected
+    of_run = await entries(log, object_id=model)
+    assert {each["event"] for each in of_run} >= {"run_label_set", "checkpoint_ttl_set"}, "what lies below the run"
+    assert stand.gateway is not None
+    await stand.gateway.components.audit.flush()
+    (refused,) = await entries(log, event="run_label_set", outcome="INVALID_INPUT")
+    assert "new_values" not in refused["event_details"]
 
 
 async def test_work_is_counted_by_the_hour(stand: Stand, rest: Rest, log: httpx.AsyncClient) -> None:
@@ -195,7 +229,7 @@ async def test_a_full_database_delays_entries(stand: Stand, rest: Rest, monkeypa
     assert not audit.pending
 
 
-def test_every_route_that_changes_something_has_an_event(stand_routes: list[str]) -> None:
+def test_every_route_that_changes_something_has_an_event(stand_routes: dict[str, str]) -> None:
     changing = {route for route in stand_routes if not route.startswith("GET")}
     assert changing <= EVENTS.keys() | UNLOGGED
     methods = {method.rpartition("/")[2] for method in SCOPES}
@@ -204,15 +238,40 @@ def test_every_route_that_changes_something_has_an_event(stand_routes: list[str]
     assert not EVENTS.keys() & UNLOGGED
 
 
+_SIGNED = {"GET auth/callback", "PUT uploads/{upload}/{file}"}
+"""Routes without a key: the address or a cookie is signed. Their entries: test_sign_in.py and test_uploads.py."""
+
+
+async def test_every_route_and_method_leaves_an_entry_when_it_is_called(
+    stand: Stand, admin: str, stand_routes: dict[str, str]
+) -> None:
+    """Even an empty request, which most of them refuse."""
+    assert stand.gateway is not None
+    async with stand.http(admin) as http:
+        for name in EVENTS.keys() & stand_routes.keys():
+            path = re.sub(r"\{[^}]*\}", "x", stand_routes[name])
+            await http.request(name.partition(" ")[0], f"{stand.url}{path}", json={})
+        async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
+            for name in SCOPES:
+                if name.rpartition("/")[2] in EVENTS:
+                    call = channel.unary_stream(name, request_serializer=None, response_deserializer=None)
+                    with suppress(grpc.aio.AioRpcError):
+                        _ = [answer async for answer in call(b"", metadata=keyed(admin))]
+        await stand.gateway.components.audit.flush()
+        found = {each["event_details"]["route"] for each in await entries(http, limit=1000)}
+    assert EVENTS.keys() - found == _SIGNED
+
+
 @pytest.fixture
-async def stand_routes(monkeypatch: pytest.MonkeyPatch, stand: Stand) -> list[str]:
-    """Yields all routes of a running gateway as "METHOD path"."""
-    made: list[str] = []
+async def stand_routes(monkeypatch: pytest.MonkeyPatch, stand: Stand) -> dict[str, str]:
+    """Returns the path of each route of a running gateway, by its name in `EVENTS`."""
+    made: dict[str, str] = {}
     inner = Endpoints.keyless_route
 
     def noting(self: Endpoints, method: str, path: str, *rest: Any) -> Route:
-        made.append(f"{method} {path}")
-        return inner(self, method, path, *rest)
+        route = inner(self, method, path, *rest)
+        made[f"{method} {path}"] = route.path
+        return route
 
     monkeypatch.setattr(Endpoints, "keyless_route", noting)
     await stand.stop()

@@ -1,12 +1,14 @@
 """API keys from the settings and created ones: revocation, rotation and storage."""
 
 import asyncio
+import json
 import os
 import pwd
 import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpc
@@ -261,18 +263,26 @@ async def test_commands_on_the_database_are_in_the_audit_log(stand: Stand) -> No
         ("key_create", "fovea keys create", alice),
         ("key_expiry_set", "fovea keys expire", alice),
         ("key_revoke", "fovea keys revoke", alice),
-        ("owner_set", "fovea owners set", "alice/weight=2"),
+        ("owner_set", "fovea owners set", "alice"),
         ("trainer_drain", "fovea drain", "host:1"),
         ("trainer_drain", "fovea drain --undo", "host:1"),
     ]
     user = pwd.getpwuid(os.getuid()).pw_name
     assert {details["key_id"] for _, details in found} == {f"{user}@{socket.gethostname()}"}
+    made, expiring, revoked, owner = (details["new_values"] for _, details in found[1:5])
+    assert made == {"owner": "alice", "name": "", "scope": "train", "expires_at": None}
+    assert revoked == expiring == made | {"expires_at": pytest.approx(time.time() + 2 * 86400, abs=600)}
+    assert (owner["weight"], owner["max_models"]) == (2.0, 0)
+    assert "new_values" not in found[5][1], "a drained trainer has none"
     assert wrong.status_code == 400
     assert wrong.json()["detail"].startswith("there is no event 'keys.create'; did you mean 'key_create' or ")
 
     shown = (await command(stand, "--event", "key_create", "--most", "1", program="audit")).splitlines()
     assert len(shown) == 2
     assert shown[1].split()[-5:] == ["ok", "1", "fovea", "keys", "create"]
+    assert f'{alice}  owner="alice", name="", scope="train", expires_at=null' in shown[1]
+    exported = (await command(stand, "--owner", "the command line", "--json", program="audit")).splitlines()
+    assert [json.loads(line) for line in exported] == answer.json()["entries"]
 
 
 async def test_the_last_key_of_an_administrator_is_not_revoked_silently(stand: Stand, tmp_path: Path) -> None:

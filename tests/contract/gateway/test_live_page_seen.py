@@ -22,6 +22,11 @@ pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
 PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
 _FOCUS = "return [document.activeElement.tagName, document.activeElement.title || document.activeElement.textContent]"
+_RING = (
+    "const one = document.activeElement, {outlineStyle, outlineWidth} = getComputedStyle(one);"
+    "return [one.tagName, `${outlineStyle} ${outlineWidth}`]"
+)
+_TAB = "\ue004"
 _SHOWN = (
     "return [...document.querySelectorAll('#models li:not([hidden]) .name')].map((one) => one.textContent)"
     ".filter((name) => name === 'birds')"
@@ -66,6 +71,26 @@ async def _run(rest: Rest) -> tuple[str, str, str]:
         step = await rest.optim_step(resumed, 2 * number - 1, learning_rate=1e-4)
         await rest.result(step["request_id"])
     return first, resumed, path
+
+
+async def test_the_form_that_asks_for_a_key_can_be_read_and_used_without_a_mouse(
+    tmp_path: Path, browser: Browser
+) -> None:
+    def look() -> None:
+        browser.show(1280, dark=False)
+        browser.open(f"{stand.url}/")
+        browser.wait_text("#link", "live")
+        browser.click("#forget")
+        browser.wait_text("#ask", "Your API key")
+        browser.read_everywhere("#ask :is(h2, p, label, input, button, code), #link")
+        if PICTURES:
+            browser.pictures(Path(PICTURES), "key")
+        assert browser.run(_RING) == ["INPUT", "solid 2px"]
+        browser.press(_TAB)
+        assert browser.run(_RING) == ["BUTTON", "solid 2px"]
+
+    async with running(Stand(tmp_path)) as stand:
+        await see(look)
 
 
 async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path: Path, browser: Browser) -> None:

@@ -73,12 +73,14 @@ async def test_a_record_is_written_over_rest_grpc_and_command(stand: Stand, keys
     async with stand.http(keys.admin) as http:
         entries = (await http.get("audit", params={"event": "owner_set", "outcome": "ok"})).json()["entries"]
         of_carol = (await http.get("audit", params={"object_id": "carol"})).json()["entries"]
-    assert [entry["event_details"]["object_id"] for entry in of_carol] == ["carol/weight=1,max_requests_per_s=4"]
-    assert [entry["event_details"]["object_id"] for entry in entries] == [
-        "alice/weight=2.5,max_models=3",
-        "carol/weight=1,max_requests_per_s=4",
-        "alice/weight=2.5,max_models=3,max_stored_bytes=1000",
+    values = {"weight": 1.0, "max_models": 0, "max_stored_bytes": 0, "max_tokens_in_flight": 0, "max_requests_per_s": 0}
+    of_each = [(entry["event_details"]["object_id"], entry["event_details"]["new_values"]) for entry in entries]
+    assert of_each == [
+        ("alice", values | {"weight": 2.5, "max_models": 3}),
+        ("carol", values | {"max_requests_per_s": 4}),
+        ("alice", values | {"weight": 2.5, "max_models": 3, "max_stored_bytes": 1000}),
     ]
+    assert of_carol == [entries[1]]
 
 
 async def test_a_mistyped_owner_is_refused_with_the_name_that_was_meant(stand: Stand, keys: Keys) -> None:

@@ -1,6 +1,10 @@
-"""Sign-in through Dex, a real provider: in a real browser, and by the SDK with a command that prints ID tokens."""
+"""Sign-in through Dex, a real provider: in a real browser, and by the SDK with a command that prints ID tokens.
+
+`FOVEA_PAGE_PICTURES=FOLDER` stores screenshots.
+"""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -19,6 +23,9 @@ from tests.e2e.browser import Browser, running_browser, why_no_browser
 from tests.issuers import CLIENT, CLIENT_SECRET, PASSWORD, id_token, running_dex, why_no_dex
 
 pytestmark = pytest.mark.skipif(bool(why_no_dex()), reason=why_no_dex())
+
+
+PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
 
 
 class SignedIn(Stand):
@@ -60,6 +67,13 @@ async def _sign_in(browser: Browser, name: str) -> None:
     await _see(browser.type, "input[name=password]", PASSWORD)
 
 
+async def _look(browser: Browser, name: str, texts: str) -> None:
+    await _see(browser.read_everywhere, texts, ".scroll, .models")
+    if PICTURES:
+        await _see(browser.pictures, Path(PICTURES), name)
+    await _see(browser.show, 1280, False)
+
+
 async def test_a_browser_signs_in_sees_its_own_and_signs_out(stand: SignedIn, browser: Browser) -> None:
     async with stand.http("tml-root") as http:
         rest = Rest(http)
@@ -70,9 +84,16 @@ async def test_a_browser_signs_in_sees_its_own_and_signs_out(stand: SignedIn, br
     await stand.gateway.components.database.write(lambda connection: add_usage(connection, used, time.time()))
     await _see(browser.open, f"{stand.url}/")
     await _see(browser.wait_text, "#ask", "Your API key", "Sign in without a key")
+    await _see(browser.type, "#key", "tml-unknown")
+    await _see(browser.wait_text, "#wrong", "this API key is unknown")
+    await _look(browser, "key-sign-in", "#ask :is(h2, p, label, input, a, button, code), #link")
     await _sign_in(browser, "alice")
     await _see(browser.wait_text, "#link", "live")
     assert await _see(browser.text, "#caller") == "alice@example.com · train"
+    await _see(browser.show, 390, False)
+    cut = "const one = document.querySelector('#caller'); return one.scrollWidth > one.clientWidth"
+    assert not await _see(browser.run, cut), "the name and the role of a person are cut on a phone"
+    await _look(browser, "signed-in", "#caller, #link, #forget, h2, .empty, textarea, #search")
     assert "of the root" not in await _see(browser.text, "body")
     assert await _see(browser.run, "return document.cookie") == "", "scripts must not be able to read the cookie"
     assert await _see(browser.run, "return Object.keys(sessionStorage).length") == 0
@@ -85,6 +106,7 @@ async def test_a_browser_signs_in_sees_its_own_and_signs_out(stand: SignedIn, br
     await _see(browser.wait_text, "#ask", "Sign in without a key")
     await _sign_in(browser, "guest")
     await _see(browser.wait_text, "body", "Not signed in", "gateway.oidc_roles; its groups are visitors")
+    await _look(browser, "not-signed-in", "h1, p, a")
     await _see(browser.click, "a", "Back to the page")
     await _sign_in(browser, "boss")
     await _see(browser.wait_text, "#models", "of the root")

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save
 
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.access.api_keys import Scope
+from fovea_gateway.access.api_keys import Scope, hash_key, nameless
+from fovea_gateway.access.audit_log import question_of
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.keeping import KeepingTrainer
@@ -110,6 +111,11 @@ async def test_an_adapter_becomes_external_weights_that_are_loaded(stand: Stand,
             (await again.ok("load_weights", **load | {"seq_id": 2}, optimizer=False))["request_id"]
         )
         assert "other settings" in refused["error"], "its alpha must be the file's"
+    assert stand.gateway is not None
+    question = question_of({"event": "checkpoint_upload", "outcome": "ok"}, 1)
+    found = [each["event_details"] for each in await stand.gateway.components.audit.page(question, 10, 0)]
+    assert {each["object_id"].rpartition("/")[2] for each in found} == {CONFIG, WEIGHTS}
+    assert {each["key_id"] for each in found} == {nameless(hash_key(KEY)).removeprefix("key-")}
 
 
 async def test_the_trainer_compares_the_header_before_the_adapter_becomes_a_checkpoint(

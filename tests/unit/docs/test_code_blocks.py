@@ -1,6 +1,6 @@
 """Code in the documents is valid: Python compiles and uses existing names, and commands and their options exist.
 
-Some blocks also run: tests/contract/fovea_rollout/test_guide.py.
+Python also runs: see `RUN`.
 """
 
 import ast
@@ -13,6 +13,8 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in ("cli.md", "notes.md")),
 ]
-_BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`((?:\.venv/bin/)?(?:fovea|make|python -m) [^`\n]+)`")
 _OPTION = re.compile(r"(?<![\w-])-{1,2}[a-zA-Z][\w-]*")
 _PARTS = re.compile(r"&&|\|\||[|;]|\$\(|\)")
@@ -50,13 +52,19 @@ def _codes() -> Iterator[Code]:
         text = page.read_text()
         for block in _BLOCK.finditer(text):
             line = text.count("\n", 0, block.start()) + 1
-            yield Code(f"{page.relative_to(ROOT)}:{line}", block[1], block[2])
+            yield Code(f"{page.relative_to(ROOT)}:{line}", block[2], textwrap.dedent(block[3]))
         for span in _INLINE.finditer(_BLOCK.sub("", text)):
             yield Code(f"{page.relative_to(ROOT)}, `{span[1]}`", "", span[1])
 
 
 CODES = list(_codes())
 PYTHON = [code for code in CODES if code.language == "python"]
+RUN = {
+    "docs/guides/rollout.md": (3, "tests/contract/fovea_rollout/test_guide.py"),
+    "docs/guides/first-fine-tune.md": (4, "tests/e2e/test_guides.py"),
+    "docs/guides/openai.md": (1, "tests/e2e/test_guides.py"),
+}
+"""The number of Python blocks of each page, and the tests that run all of them."""
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=lambda code: code.where)
@@ -175,6 +183,15 @@ def test_commands_name_targets_modules_and_files_that_exist() -> None:
             if is_plain and not (ROOT / path).exists() and path.startswith(("deploy/", "tests/", "tools/")):
                 wrong.append(f"{where}: no file {path}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_all_python_of_the_documents_runs_in_a_test() -> None:
+    found = Counter(code.where.partition(":")[0] for code in PYTHON)
+    assert found == {page: count for page, (count, _) in RUN.items()}, (
+        "run the new block in a test, and count it in RUN"
+    )
+    for page, (_, test) in RUN.items():
+        assert page.rpartition("/")[2] in (ROOT / test).read_text()
 
 
 def test_the_harness_sees_the_documents() -> None:

@@ -28,6 +28,7 @@ _BACK = {
         "ALTER TABLE models DROP COLUMN model_files",
         "ALTER TABLE sessions DROP COLUMN parked_at",
         "ALTER TABLE sessions DROP COLUMN parked_bytes",
+        "ALTER TABLE audit_entries DROP COLUMN new_values",
     ],
     3: ["ALTER TABLE models DROP COLUMN is_accumulating"],
     2: [

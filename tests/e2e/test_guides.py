@@ -1,0 +1,73 @@
+"""The Python programs of the guides about fine-tuning and OpenAI's API run against a real Fovea.
+
+tests/contract/fovea_rollout/test_guide.py runs those about reinforcement learning.
+"""
+
+import base64
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import tinker
+from PIL import Image
+
+from tests.e2e.fovea_data.test_fine_tuning import digits
+from tests.e2e.stack import API_KEY, Stack
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+
+
+def _programs(guide: str) -> list[str]:
+    found = re.findall(r"^( *)```python\n(.*?)^\1```", (GUIDES / guide).read_text(), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(text) for _, text in found]
+
+
+def _run(program: str, stack: Stack, folder: Path) -> str:
+    """Runs a program against Fovea; returns what it prints."""
+    text = program.replace("http://127.0.0.1:8000", stack.base_url).replace("tml-local", API_KEY)
+    (folder / "program.py").write_text(text)
+    environment = os.environ | {"TINKER_BASE_URL": stack.base_url, "TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_becomes_a_model_that_both_apis_serve(stack: Stack, tmp_path: Path) -> None:
+    digits(tmp_path / "birds", 20)  # ten kinds
+    Image.open(tmp_path / "birds/0/0.png").save(tmp_path / "unknown.jpg")
+    table = [f"{file.relative_to(tmp_path)},{file.parent.name}" for file in (tmp_path / "birds").rglob("*.png")]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *table]))
+    tuning, reading, asking, _ = _programs("first-fine-tune.md")
+    reading += "assert len(held_out) == 4 and {row.answer for row in train} <= set('0123456789')\n"
+    # As its comment says: on Fovea instead of vLLM.
+    asking = asking.replace('api_key="none"', 'api_key="tml-local"').replace(
+        'model="birds-model"', "model=model.weights"
+    )
+    assert asking.count("model.weights") == 2
+    said = _run(f"{reading}\n{tuning}\n{asking}", stack, tmp_path).splitlines()
+    assert len(said) >= 3
+    assert (tmp_path / "birds-model" / "model.safetensors").exists()
+
+
+def test_training_goes_on_from_a_path(stack: Stack, service: tinker.ServiceClient, tmp_path: Path) -> None:
+    training = service.create_lora_training_client(stack.model_name, rank=4).result()
+    path = training.save_state("kept").result().path
+    *_, loading = _programs("first-fine-tune.md")
+    loading = re.sub(r"tinker://[^\"]+", path, loading)
+    assert path in loading
+    assert "train" in _run(f"import tinker\n{loading}print(training.model_id)", stack, tmp_path)
+
+
+def test_openais_client_asks_about_a_picture(stack: Stack, tmp_path: Path) -> None:
+    (program,) = _programs("openai.md")
+    digits(tmp_path, 1)
+    encoded = base64.b64encode((tmp_path / "0/0.png").read_bytes()).decode()
+    program = program.replace("tinker://sess-1:train:0/sampler_weights/ada", stack.model_name)
+    assert program.count("base64,...") == 1
+    assert _run(program.replace("base64,...", f"base64,{encoded}"), stack, tmp_path)
