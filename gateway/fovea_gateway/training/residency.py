@@ -9,10 +9,9 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from fovea.api.v1 import trainer_pb2
@@ -41,9 +40,9 @@ _CHANGING = (Kind.OPTIM_STEP, Kind.LOAD_STATE)
 _LOOK_S = 1.0
 _AGAIN_S = 0.2
 _FULL_S = 2.0
-"""Pauses in seconds: between looks at the trainer, before a restore is retried, and while the trainer is full."""
-_RESTORES = 2
-"""Models that a trainer restores at once. With all at once, the first would be back as late as the last."""
+"""Pauses in seconds: between two looks at the trainer, before an interrupted restore is retried, and while the trainer
+is full.
+"""
 
 
 class HandedOver(Exception):
@@ -154,7 +153,6 @@ class Residency:
         self._refusals: dict[str, str] = {}
         # The restores of this process that have begun: an interrupted one goes on from the trainer's state.
         self._begun: set[tuple[str, str]] = set()
-        self._restores = asyncio.Semaphore(_RESTORES)
 
     async def require(self, model: Model, pending: Pending) -> None:
         """Returns once the trainer holds a model in the state in which its last command left it.
@@ -164,16 +162,16 @@ class Residency:
         """
         if model.journaled_since is None:
             if not self._holds(model):
-                kind, was_sent = pending.submission.kind, pending.state is State.RUNNING
-                await self._require_kept_in_memory(model, kind, was_sent, self._patience_s)
+                was_sent = pending.state is State.RUNNING
+                await self._require_kept_in_memory(model, pending.submission.kind, was_sent, self._patience_s)
             return
         while True:
             if self._homes.leaves(model, self._trainer) and await self._part(model, pending):
                 raise HandedOver
-            await self._present(model, pending)
+            info = await self._present(model, pending)
             if self._holds(model):
                 return
-            move = self._moves.get(model.model_id) or self._begin(model, self._restore(model))
+            move = self._moves.get(model.model_id) or self._begin(model, self._restore(model, info))
             pending.progress.queue(lambda: self._doing.get(model.model_id, "queued"), QueueState.PAUSED)
             await asyncio.wait((move,))
             self._check_open(model)
@@ -211,8 +209,8 @@ class Residency:
         if model is None or model.journaled_since is None or model.state is not ModelState.READY:
             return
         if model_id in self._moves or not self._trainer.up or self._is_away(model):
-            is_away = f"the trainer at {self._trainer.address} is away; waiting for it"
-            raise RestoreInProgress(self._doing.get(model_id, is_away))
+            words = self._doing.get(model_id, f"the trainer at {self._trainer.address} is away; waiting for it")
+            raise RestoreInProgress(words)
 
     async def sweep(self) -> None:
         """Starts to restore the models that another trainer instance held, even if no client waits for them."""
@@ -220,9 +218,10 @@ class Residency:
             if not self._homes.is_home(model, self._trainer):
                 continue
             is_due = time.monotonic() >= self._not_before.get(model.model_id, 0.0)
-            is_free = is_due and model.model_id not in self._moves and model.journaled_since is not None
-            if is_free and self._trainer.up and self._is_away(model):
-                self._begin(model, self._restore(model))
+            is_free = is_due and model.model_id not in self._moves
+            info = self._trainer.info if self._trainer.up else None
+            if is_free and info is not None and model.journaled_since is not None and self._is_away(model):
+                self._begin(model, self._restore(model, info))
 
     async def park(self, model: Model) -> int:
         """Makes the trainer store a model and free its memory. Returns the stored bytes.
@@ -244,9 +243,13 @@ class Residency:
 
     async def abandon(self, model_ids: Iterable[str], error: SessionEnded) -> None:
         """Cancels the moves of models of an ended session and fails the commands that wait for them."""
-        ended = set(model_ids)
-        self._over |= dict.fromkeys(ended, error)
-        await _cancel([move for model_id, move in self._moves.items() if model_id in ended])
+        moves = []
+        for model_id in model_ids:
+            self._over[model_id] = error
+            if move := self._moves.get(model_id):
+                move.cancel()
+                moves.append(move)
+        await asyncio.gather(*moves, return_exceptions=True)
 
     def forget(self, model_ids: Iterable[str]) -> None:
         """Drops the records of ended models from memory."""
@@ -259,7 +262,10 @@ class Residency:
 
     async def stop(self) -> None:
         """Cancels all moves at the end of the process. The next process starts them anew."""
-        await _cancel(list(self._moves.values()))
+        moves = list(self._moves.values())
+        for move in moves:
+            move.cancel()
+        await asyncio.gather(*moves, return_exceptions=True)
 
     def _holds(self, model: Model) -> bool:
         """Returns whether the trainer answers and has a model that is not being moved."""
@@ -275,16 +281,16 @@ class Residency:
         if error := self._over.get(model.model_id):
             raise error
 
-    async def _present(self, model: Model, pending: Pending) -> None:
-        """Returns once the trainer answers."""
+    async def _present(self, model: Model, pending: Pending) -> trainer_pb2.GetTrainerInfoResponse:
+        """Returns the trainer's info once the trainer answers."""
         while True:
             self._check_open(model)
             try:
-                await self._trainer.require(_LOOK_S)
-                return
+                return await self._trainer.require(_LOOK_S)
             except Unavailable as error:
-                words = f"{error.message}: waiting for the trainer, nothing is lost"
-                pending.progress.wait_on(words, QueueState.PAUSED)
+                pending.progress.wait_on(
+                    f"{error.message}: waiting for the trainer, nothing is lost", QueueState.PAUSED
+                )
                 if self._homes.leaves(model, self._trainer):
                     raise HandedOver from None
 
@@ -321,24 +327,24 @@ class Residency:
         task.add_done_callback(end)
         return task
 
-    async def _restore(self, model: Model) -> None:
+    async def _restore(self, model: Model, info: trainer_pb2.GetTrainerInfoResponse) -> None:
         started = time.perf_counter()
-        report = partial(self._doing.__setitem__, model.model_id)
-        report("other models of this trainer are restored first")
-        async with self._restores:
-            info = await self._trainer.require(_LOOK_S)
-            self._check_files(model, info)
-            with self._models.restoring(model, self._homes.instances):
-                begun = model.model_id, info.instance_id
-                if self._homes.is_plural and begun not in self._begun:
-                    await self._free_copy(model)  # An earlier copy lacks what the model learned elsewhere.
-                    self._begun.add(begun)
-                try:
-                    count = await self._replay.restore(model, report)
-                except ModelLost as error:
-                    raise await self._models.lose(model, error.message) from None
-                self._begun.discard(begun)
-                model.trainer_instance = info.instance_id
+        self._check_files(model, info)
+
+        def report(words: str) -> None:
+            self._doing[model.model_id] = words
+
+        with self._models.restoring(model, self._homes.instances):
+            begun = model.model_id, info.instance_id
+            if self._homes.is_plural and begun not in self._begun:
+                await self._free_copy(model)  # An earlier copy lacks what the model learned elsewhere.
+                self._begun.add(begun)
+            try:
+                count = await self._replay.restore(model, report)
+            except ModelLost as error:
+                raise await self._models.lose(model, error.message) from None
+            self._begun.discard(begun)
+            model.trainer_instance = info.instance_id
         await self._models.save(model)
         self._refusals.pop(model.model_id, None)
         seconds = time.perf_counter() - started
@@ -392,9 +398,3 @@ class Residency:
         if info.instance_id != model.trainer_instance:
             reason = f"the trainer at {self._trainer.address} that held model {model.model_id} restarted"
             raise await self._models.lose(model, reason)
-
-
-async def _cancel(moves: Sequence[asyncio.Task[Any]]) -> None:
-    for move in moves:
-        move.cancel()
-    await asyncio.gather(*moves, return_exceptions=True)

@@ -239,6 +239,8 @@ class Replay:
     ) -> None:
         self._journal, self._compute, self._checkpoints, self._database = journal, compute, checkpoints, database
         self._trainer, self._trainer_queue, self._timeout_s = trainer, trainer_queue, timeout_s
+        # If all models were restored before the first commands run again, the first would be back as late as the last.
+        self._restores = asyncio.Semaphore(2)
 
     async def restore(self, model: Model, report: Callable[[str], None]) -> int:
         """Restores a model and returns the number of repeated commands. Raises ModelLost, with the reason, if it fails.
@@ -250,40 +252,38 @@ class Replay:
             report: Called with a description of each stage, for clients that wait.
         """
         instance = self._trainer.instance_id
-        report("the trainer restarted and is restoring this model")
-        entries = await self._remaining(model, *await self._restore_point(model))
+        report("other models of this trainer are restored first")
+        async with self._restores:
+            if self._trainer.instance_id != instance:
+                raise self._restarted_again(model)
+            report("the trainer restarted and is restoring this model")
+            restored = await self._restore_point(model)
+        entries = await self._remaining(model, *restored)
         if unlike := next(filter(None, map(self._other_numerics, entries)), ""):
-            logger.warning(
-                "model %s returns to a trainer with other numerics (%s): the repeated commands and later ones may "
-                "differ in their last bits",
-                model.model_id,
-                unlike,
-            )
+            words = "model %s returns to a trainer with other numerics (%s): its results may differ in their last bits"
+            logger.warning(words, model.model_id, unlike)
         for number, entry in enumerate(entries, 1):
             report(f"the trainer restarted: command {number} of {len(entries)} of this model is being run again")
             try:
                 await self._run(model, entry)
             except (EndsTrainer, InvalidInput, NotFound) as error:
                 if isinstance(error, NotFound) and await self._trainer.look_again() != instance:
-                    raise Unavailable(
-                        f"the trainer at {self._trainer.address} restarted again while model {model.model_id} was "
-                        "being restored"
-                    ) from None
+                    raise self._restarted_again(model) from None
                 raise ModelLost(
                     f"the trainer at {self._trainer.address} restarted, and request {entry.seq_id} ({entry.kind}) of "
                     f"model {model.model_id}, which is in no durable point, could not run again: {error.message}"
                 ) from None
         return len(entries)
 
+    def _restarted_again(self, model: Model) -> Unavailable:
+        return Unavailable(f"the trainer {self._trainer.address} restarted again while restoring {model.model_id}")
+
     async def _restore_point(self, model: Model) -> tuple[int | None, str]:
-        """Returns the seq_id of the last command in the restored model, or None and the reason why nothing was
-        restored.
-        """
+        """Returns the seq_id of the last command in the restored model, or None and why nothing was restored."""
         lora = model.lora if model.lora.rank else None
         try:
-            async with self._trainer_queue.admit(
-                _pending(model, Kind.LOAD_STATE, 0), "restoring this model", is_again=True
-            ):
+            pending = _pending(model, Kind.LOAD_STATE, 0)
+            async with self._trainer_queue.admit(pending, "restoring this model", is_again=True):
                 restored = await self._trainer.client.restore_model(model.model_id, lora, self._timeout_s)
         except NotFound as error:
             return None, error.message
