@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 import fovea.cli  # noqa: F401 - before gRPC, as in `fovea up`: tests start services
+from tests import log_capture
 from tests.object_storage import new_bucket
 from tests.other_logs import OTHER_LOGS
 from tests.postgresql import database_url, postgresql
@@ -46,6 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 
 
+log_capture.install()
 gc.disable()  # garbage collections took a third of the collection time and freed nothing
 if "sklearn" not in sys.modules:
     # Transformers imports scikit-learn if it is installed, which takes a second. Tests that need it import it at run
