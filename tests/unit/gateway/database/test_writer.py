@@ -79,7 +79,6 @@ async def test_a_second_gateway_on_a_file_is_refused(tmp_path: object) -> None:
     await (await opened(url)).close()
 
 
-@pytest.mark.slow
 async def test_writes_and_reads_wait_for_a_server_that_restarts(postgresql: Server) -> None:
     database = await opened(postgresql.new_url())
     writes = [asyncio.create_task(database.write(keep(f"before{number}"))) for number in range(50)]  # type: ignore[arg-type]
