@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 import fovea.cli  # noqa: F401 - before gRPC, as in `fovea up`: tests start services
+from tests import log_capture
 from tests.object_storage import new_bucket
 from tests.other_logs import OTHER_LOGS
 from tests.postgresql import database_url, postgresql
@@ -46,19 +47,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 
 
+log_capture.install()
 gc.disable()  # garbage collections took a third of the collection time and freed nothing
-if "sklearn" not in sys.modules:
-    # Transformers imports scikit-learn if it is installed, which takes a second. Tests that need it import it at run
-    # time.
-    sys.modules["sklearn"] = cast(ModuleType, None)
+_HIDDEN = [name for name in ("scipy", "sklearn") if name not in sys.modules]
+"""Packages that transformers imports if they are installed: 2.5 s. Tests that need one import it at run time."""
+for _name in _HIDDEN:
+    sys.modules[_name] = cast(ModuleType, None)
 
 
 def pytest_collection_finish() -> None:
-    """Restores garbage collection, limited to objects that tests create, and makes scikit-learn importable again."""
+    """Restores garbage collection, limited to objects that tests create, and makes hidden packages importable again."""
     gc.freeze()
     gc.enable()
-    if sys.modules["sklearn"] is None:
-        del sys.modules["sklearn"]
+    for name in _HIDDEN:
+        if sys.modules[name] is None:
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

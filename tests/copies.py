@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,16 +44,22 @@ print(json.dumps(ends))
 """
 
 
-def run_copies(shared: str, *programs: Sequence[str]) -> list[Ended]:
+def run_copies(
+    shared: str, *programs: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> list[Ended]:
     """Runs modules with arguments one after another, as `python -m MODULE ARGUMENTS` would.
 
     Args:
         shared: A module that all of them import. Its import must not start threads.
         programs: The name of each module with its arguments.
+        cwd: Their working directory; this process's by default.
+        environment: Their environment variables; those of this process by default.
     """
     with tempfile.TemporaryDirectory(prefix="copies-") as name:
         command = [sys.executable, "-c", _BEGIN, json.dumps([shared, programs, name])]
-        begun = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+        begun = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, timeout=120, cwd=cwd, env=environment
+        )
         written = [[(Path(name) / f"{i}.{kind}").read_text() for kind in _KINDS] for i in range(len(programs))]
     return [
         Ended(status, out, err, frozenset(loaded.split()))

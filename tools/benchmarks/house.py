@@ -95,9 +95,9 @@ class House:
     def rooms(self, folder: str) -> Graph:
         """Returns the direct children of a folder and the imports between them, without `__init__`."""
         room_of = {
-            path: PurePosixPath(path).relative_to(folder).parts[0]
+            path: path.removeprefix(f"{folder}/").partition("/")[0]
             for path in self.sources
-            if PurePosixPath(path).is_relative_to(folder) and path != f"{folder}/__init__.py"
+            if path.startswith(f"{folder}/") and path != f"{folder}/__init__.py"
         }
         graph: Graph = {room: set() for room in room_of.values()}
         for path, room in room_of.items():

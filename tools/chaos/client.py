@@ -7,11 +7,17 @@ import argparse
 import io
 import itertools
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from types import ModuleType
+from typing import Any, Protocol, TypeVar, cast
+
+if __name__ == "__main__":
+    # The SDK imports torch if it is installed, which takes most of the start, and nothing here needs it.
+    sys.modules["torch"] = cast(ModuleType, None)
 
 import numpy as np
 import tinker

@@ -49,8 +49,9 @@ _PATTERNS = (
     (re.compile(r"\b(bearer|basic)\s+[\w+/.=~-]{6,}", re.I), rf"\1 {REMOVED}"),
     (
         re.compile(
-            r"([\w-]*(?:signature|secret|password|passwd|credential|api[_-]?key|access[_-]?key|authorization|cookie"
-            r"|fovea_session|fovea_login|token(?![a-z_])|\bsig|\bcode_verifier|\bnonce)[\w-]*[\"']?\s*[=:]\s*[\"']?)"
+            # The lookbehind tries each word once; without it, a word of 4096 characters took 2.5 s.
+            r"((?<![\w-])[\w-]*(?:signature|secret|password|passwd|credential|api[_-]?key|access[_-]?key|authorization"
+            r"|cookie|fovea_session|fovea_login|token(?![a-z_])|\bsig|\bcode_verifier|\bnonce)[\w-]*[\"']?\s*[=:]\s*[\"']?)"
             r"(?!\[removed\])(?:(?:bearer|basic)\s+)?[^\s\"'&,;}]{4,}",
             re.I,
         ),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.prose import Finding, Text, counts, files, findings, is_test, texts
+from benchmarks.prose import Finding, Text, counts, files, findings, is_suspect, is_test, texts
 
 ROOT = Path(__file__).parents[3]
 LIMITS: dict[str, int] = json.loads((ROOT / "tools/benchmarks/house_limits.json").read_text())
@@ -13,7 +13,8 @@ LIMITS: dict[str, int] = json.loads((ROOT / "tools/benchmarks/house_limits.json"
 
 @pytest.fixture(scope="module")
 def found() -> list[Finding]:
-    return [finding for path in files([]) for text in texts(path) for finding in findings(text)]
+    suspects = [path for path in files([]) if is_suspect((ROOT / path).read_text())]
+    return [finding for path in suspects for text in texts(path) for finding in findings(text)]
 
 
 @pytest.mark.parametrize("scope", ["prose", "prose_tests"])
@@ -36,6 +37,18 @@ def test_no_pattern_occurs_more_often_than_its_limit(found: list[Finding], scope
 )
 def test_a_pattern_is_found(kind: str, words: str, pattern: str) -> None:
     assert [finding.pattern for finding in findings(Text(Path("a.py"), 1, kind, words))] == [pattern]
+    assert is_suspect(f'"{words}"')
+
+
+@pytest.mark.parametrize(
+    "source", ['"it was " "told"', 'f"by "\n    f"name"', '"""\nWhether it ends."""', "# by  name"]
+)
+def test_a_source_is_suspect_however_its_text_is_laid_out(source: str) -> None:
+    assert is_suspect(source)
+
+
+def test_a_source_without_any_word_of_a_pattern_is_not_suspect() -> None:
+    assert not is_suspect('"""Returns the name by which a caller asks, whatever it is."""')
 
 
 @pytest.mark.parametrize("words", ["People who train models", "It is for users who have a GPU."])

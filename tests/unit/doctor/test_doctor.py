@@ -104,14 +104,21 @@ def folder(tmp_path: Path) -> Path:
     return state
 
 
-def _run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+def _run(folder: Path, *program: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
     keys = folder.parent / "keys"
     keys.write_text("bob=tml-key-in-a-file\n")
     environment = os.environ | SECRETS | {"FOVEA_GATEWAY_API_KEY_FILE": str(keys)}
     output = folder.parent / "out.tar.gz"
-    program = [sys.executable, "-m", "fovea.cli.main", "doctor", "--state-dir", str(folder)]
-    program += ["--output", str(output), *arguments]
-    run = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        *(program or ("fovea_doctor",)),
+        "--state-dir",
+        str(folder),
+        "--output",
+        str(output),
+    ]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert output.stat().st_mode & 0o777 == 0o600
     with tarfile.open(output) as archive:
         files = {one.name: archive.extractfile(one) for one in archive}
@@ -133,7 +140,7 @@ def test_the_archive_has_no_secret(folder: Path) -> None:
     }  # fmt: skip
     held.write(state)
     try:
-        run, files = _run(folder)
+        run, files = _run(folder, "fovea.cli.main", "doctor")
     finally:
         held.release()
     assert run.returncode == 1, run.stderr

@@ -2,6 +2,8 @@
 
 from functools import cache
 
+import pytest
+
 from examples.rl_gridworld import MAX_STEPS, make_environment
 from fovea_rollout.environments.environment import Answer
 
@@ -28,6 +30,7 @@ def test_starts_differ_and_the_same_seed_gives_the_same() -> None:
     assert digests[0] == digests[-1]
 
 
+@pytest.mark.slow
 def test_from_every_start_some_step_brings_nearer_by_one_and_none_by_more() -> None:
     """So the total step reward is the distance of the start in actions, and the longest path is allowed."""
     longest = 0

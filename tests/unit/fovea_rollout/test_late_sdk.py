@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from fovea.runtime.hosts import free_ports
 
 _PROGRAM = """
@@ -29,6 +31,7 @@ print(hasattr(tinker, "nothing_of_this_name"), tinker.types.ImageChunk is ImageC
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_address_is_reported_before_the_sdk_is_loaded_which_any_thread_then_does() -> None:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"

@@ -100,6 +100,7 @@ def test_each_thing_names_the_token_in_its_middle() -> None:
         assert ((arrays["names"][0] == 0) == (arrays["colours"][0] == IGNORED)).all()
 
 
+@pytest.mark.slow
 def test_training_lowers_both_losses_and_the_folder_answers(tmp_path: Path) -> None:
     model, processor = join(ensure_family("llama"), RECIPE.tower, seed=0)
     lines: list[str] = []

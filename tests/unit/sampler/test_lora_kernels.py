@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_they_give_the_products_of_each_rows_own_adapter() -> None:
     # The variable is read when Triton is imported, which happened earlier in this process.
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.sampler.interpreted_adapters"]
@@ -20,7 +21,7 @@ def test_they_give_the_products_of_each_rows_own_adapter() -> None:
 
 
 @pytest.mark.parametrize("slices", [1, 3])
-@pytest.mark.parametrize("rows", [64, 2048])
+@pytest.mark.parametrize("rows", [64, pytest.param(2048, marks=pytest.mark.slow)])
 def test_they_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, slices: int) -> None:
     from fovea_sampler import lora_kernels
 

@@ -130,6 +130,7 @@ def test_another_vllm_is_refused_by_name() -> None:
     assert "on 0.32 on CPUs" in vllm_patches.refusal("0.33.0", True)
 
 
+@pytest.mark.slow
 def test_the_comparison_finds_what_another_vllm_lacks_or_changes() -> None:
     assert differences(installed) == []
     edits = {

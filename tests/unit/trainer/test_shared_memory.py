@@ -92,6 +92,7 @@ def test_another_file_at_the_path_stays(owned: OwnedBase, tmp_path: Path) -> Non
     assert path.read_text() == "a user's notes"
 
 
+@pytest.mark.slow
 def test_a_second_sampler_at_the_path_is_refused_and_the_next_one_replaces_the_socket(
     owned: OwnedBase, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_sampler_that_ends_before_it_answers_is_named(tmp_path: Path) -> None:
         ends.join()
 
 
+@pytest.mark.slow
 async def test_a_second_trainer_says_that_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,6 +141,7 @@ async def test_a_second_trainer_says_that_it_waits(
     assert found == [WEIGHTS.tolist()]
 
 
+@pytest.mark.slow
 def test_a_sampler_without_free_files_says_so_and_serves_later(tmp_path: Path) -> None:
     path = tmp_path / "base"
     with owning(path) as sampler:
@@ -150,6 +153,7 @@ def test_a_sampler_without_free_files_says_so_and_serves_later(tmp_path: Path) -
             assert torch.equal(base.tensors["weights"], WEIGHTS)
 
 
+@pytest.mark.slow
 def test_a_base_that_lacks_the_models_weights_is_refused_with_its_own_reason(tmp_path: Path) -> None:
     model = fovea_tinyvlm.ensure("qwen3")
     _, _, module = build_model(TrainerSettings(model=str(model), device="cpu"), model, CPU)

@@ -32,7 +32,7 @@ from fovea.cli.state_folder import (
     running_folders,
     running_hint,
 )
-from tests.copies import run_copies
+from tests.copies import Ended, run_copies
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
@@ -172,31 +172,23 @@ def test_commands_in_another_folder_find_the_running_fovea(
 
 
 def test_a_database_is_made_only_in_a_folder_that_is_named(tmp_path: pathlib.Path) -> None:
-    programs = [
-        ("fovea_gateway.access.access_command", "keys", "create", "--owner", "alice"),
-        ("fovea_gateway.access.access_command", "usage"),
-        ("fovea_gateway.database.migrations", "--to", "4"),
-    ]
+    access = "fovea_gateway.access.access_command"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FOVEA_GATEWAY_")}
 
-    def run(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", module, *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    def run(*programs: tuple[str, ...]) -> list[Ended]:
+        return run_copies(access, *programs, cwd=tmp_path, environment=environment)
 
-    for program in programs:
-        ended = run(*program)
-        assert ended.returncode == 1
-        assert f"{tmp_path / '.fovea'} contains no gateway database: name the gateway's folder" in ended.stderr
-    access = "fovea_gateway.access.access_command"
-    for words in (("keys", "list"), ("usage",), ("drain", "h:1")):
-        looked = run(access, *words, "--state-dir", "named")
-        assert looked.returncode == 1
-        assert "named contains no gateway database: name another folder" in looked.stderr
+    looks = [(access, *words, "--state-dir", "named") for words in (("keys", "list"), ("usage",), ("drain", "h:1"))]
+    unnamed = [(access, "keys", "create", "--owner", "alice"), (access, "usage")]
+    ended = run(*unnamed, ("fovea_gateway.database.migrations", "--to", "4"), *looks)
+    assert [done.returncode for done in ended] == [1] * 6
+    for done in ended[:3]:
+        assert f"{tmp_path / '.fovea'} contains no gateway database: name the gateway's folder" in done.stderr
+    for done in ended[3:]:
+        assert "named contains no gateway database: name another folder" in done.stderr
     assert list(tmp_path.iterdir()) == [], "a look at the wrong folder must not create one"
-    for is_new in (True, False):
-        made = run(access, "keys", "create", "--owner", "alice", "--state-dir", "named")
-        assert made.returncode == 0
-        assert ("a new database" in made.stderr) is is_new
+    created = run(*[(access, "keys", "create", "--owner", "alice", "--state-dir", "named")] * 2)
+    assert [(made.returncode, "a new database" in made.stderr) for made in created] == [(0, True), (0, False)]
 
 
 def test_a_restart_names_the_cause_if_the_service_cannot_start(tmp_path: pathlib.Path) -> None:

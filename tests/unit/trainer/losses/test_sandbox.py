@@ -137,6 +137,7 @@ def test_a_worker_holds_nothing_of_ours(sandbox: Sandbox, monkeypatch: pytest.Mo
     assert worker_of(sandbox).pid == worker.pid
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_rank() -> None:
     program = (
         "import sys; from tests.unit.trainer.losses import test_sandbox as t\n"

@@ -173,6 +173,7 @@ def test_thousands_of_random_steps_end_as_foreseen(hundreds: int) -> None:
     assert sure > 25 * hundreds
 
 
+@pytest.mark.slow
 def test_ordinary_training_is_never_tried_on_copies() -> None:
     """The bound stays small during training and does not grow with the number of steps."""
     draws = torch.Generator().manual_seed(0)

@@ -174,6 +174,7 @@ def test_ranks_inherit_only_what_is_theirs(tmp_path: Path) -> None:
             assert (blocked, handler) == (0, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_the_trainer_forks_before_it_has_threads_sockets_or_cuda(tmp_path: Path) -> None:
     """A lock that another thread holds during a fork would stay locked in the rank for ever."""
     arguments = ["--model", str(fovea_tinyvlm.ensure("qwen3")), "--port", "0", "--ranks", "2", "--device", "cpu"]

@@ -198,7 +198,7 @@ async def _run(trainer: Trainer, tenants: int, seconds: float, step_s: float) ->
     return found
 
 
-@pytest.mark.parametrize("tenants", [1, 64])
+@pytest.mark.parametrize("tenants", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_lag_and_the_memory_stay_within_their_bounds_on_a_disk_that_is_too_slow(tenants: int) -> None:
     loop = Loop(lambda: 0.0)
     trainer = Trainer(loop.time, 4096 * MIB)
@@ -220,6 +220,7 @@ def test_the_lag_and_the_memory_stay_within_their_bounds_on_a_disk_that_is_too_s
     assert not loop.complaints
 
 
+@pytest.mark.slow
 def test_models_whose_next_step_comes_before_each_copy_share_a_slow_disk_evenly() -> None:
     """A step that arrives while a copy of the state waits must not exempt its model from the line."""
     loop = Loop(lambda: 0.0)
@@ -247,6 +248,7 @@ def test_models_whose_next_step_comes_before_each_copy_share_a_slow_disk_evenly(
     assert not loop.complaints
 
 
+@pytest.mark.slow
 def test_new_models_without_end_do_not_hold_up_the_others() -> None:
     """Models without a point precede others in the queue, but only for a while."""
     loop = Loop(lambda: 0.0)
@@ -273,6 +275,7 @@ def test_new_models_without_end_do_not_hold_up_the_others() -> None:
     assert loop.run(flood()) > 0
 
 
+@pytest.mark.slow
 def test_storage_that_fails_for_a_while_stops_no_one_and_catches_up() -> None:
     loop = Loop(lambda: 0.0)
     trainer = Trainer(loop.time, 4096 * MIB)

@@ -403,6 +403,7 @@ async def test_states_that_are_put_off_make_no_model_wait(trainer: Trainer) -> N
     await eventually(lambda: trainer.durable(a=1, b=1, c=1))
 
 
+@pytest.mark.slow
 async def test_every_model_gets_points_however_many_are_sampled_after_each_step(trainer: Trainer) -> None:
     """Storage is always too slow here: each model takes its next step as soon as its last snapshot is admitted."""
     model_ids, steps = [f"m{number}" for number in range(6)], 16
