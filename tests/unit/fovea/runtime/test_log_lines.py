@@ -108,3 +108,10 @@ async def test_a_service_shows_its_lines_only_to_callers_with_its_secret(
         with pytest.raises(Unauthenticated):
             await stranger.log_lines(0, "", 1)
     await server.grpc.stop(0)
+
+
+@pytest.mark.parametrize("word", ["a" * 4096, "a-" * 2048, "x_" * 2048])
+def test_a_name_of_a_secret_is_found_at_the_end_of_a_long_word(word: str) -> None:
+    redactor = Redactor([])
+    assert redactor.text(f"{word}_password=hunter2 next") == f"{word}_password={REMOVED} next"
+    assert redactor.text(word) == word

@@ -1,6 +1,7 @@
 """The connections between rank 0 and the others over real sockets; other tests kill real ranks."""
 
 import queue
+import socket
 import struct
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,17 @@ from fovea_trainer.ranks import peer_monitor
 from fovea_trainer.ranks.peer_monitor import Peer, PeerMonitor
 from fovea_trainer.ranks.rank_launcher import RankEnvironment
 from fovea_trainer.ranks.rendezvous import connect
+
+
+def connected(path: str) -> socket.socket:
+    """Connects to rank 0 as soon as it listens: its socket file exists before."""
+    ends_at = time.monotonic() + 30
+    while True:
+        try:
+            return connect(path, b"secret", 30.0)
+        except (FileNotFoundError, ConnectionRefusedError):
+            assert time.monotonic() < ends_at, "rank 0 does not listen"
+            time.sleep(0.01)
 
 
 class Ranks:
@@ -64,10 +76,8 @@ def test_ranks_that_do_not_come_are_named(meeting: str, monkeypatch: pytest.Monk
 def test_a_connection_that_names_no_missing_rank_is_closed(tmp_path: Path) -> None:
     ranks = Ranks(2, str(tmp_path))
     first = ranks.start(0)
-    while not (tmp_path / "peers").exists():
-        time.sleep(0.01)
     for rank in (7, 0, -1):
-        with connect(str(tmp_path / "peers"), b"secret", 30.0) as stranger:
+        with connected(str(tmp_path / "peers")) as stranger:
             stranger.sendall(struct.pack("<ii", rank, 0))
             assert stranger.recv(1) == b""
     second = ranks.start(1)
