@@ -78,7 +78,7 @@ JOURNAL_BYTES = Gauge(
     "fovea_gateway_journal_bytes", "Bytes of requests that are stored until their effects are durable in the trainer."
 )
 RESTORE_SECONDS = Histogram(
-    "fovea_gateway_model_restore_seconds", "Seconds to restore a model in the trainer.", buckets=_SECONDS
+    "fovea_gateway_model_restore_seconds", "Seconds until a model is restored, beside others.", buckets=_SECONDS
 )
 REPLAYED = Counter(
     "fovea_gateway_replayed_commands_total",

@@ -1,7 +1,6 @@
 """Settings of the gateway. The command line overrides `FOVEA_GATEWAY_*`, which override the defaults."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -10,6 +9,7 @@ import fsspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from fovea.runtime.durable import disk_bytes
 from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.errors import FoveaError
@@ -182,9 +182,9 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     unnamed_bytes: int = Field(
         64 * 2**30,
         gt=0,
-        description="Bytes of the trainer's storage for unnamed adapter snapshots; at most a quarter of the disk of"
-        " state_dir. Above it, those used longest ago are deleted, of the owner with the most bytes relative"
-        " to its weight. The newest of each model stays.",
+        description="Bytes of the trainer's storage for unnamed adapter snapshots; `fovea up` gives them at most a"
+        " quarter of its disk. Above it, owners with more than their share lose those unused for the longest time, and"
+        " for a minute or more. The newest of each model stays.",
     )
     inline_limit_bytes: int = Field(2**20, gt=0, description="Larger results are announced with their size first.")
     compress_from_bytes: int = Field(
@@ -368,17 +368,11 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     @property
     def row_room_bytes(self) -> int:
         """Returns `max_row_bytes`; for a database in the state folder, at most a quarter of its disk."""
-        return self.part_of(self.max_row_bytes) if self.database_url else min(self.max_row_bytes, self._disk_bytes // 4)
-
-    @property
-    def unnamed_room_bytes(self) -> int:
-        """Returns this gateway's part of `unnamed_bytes`; at most a quarter of the disk of the state folder."""
-        return self.part_of(min(self.unnamed_bytes, self._disk_bytes // 4))
-
-    @property
-    def _disk_bytes(self) -> int:
-        folder = self.state_dir.absolute()
-        return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).total
+        return (
+            self.part_of(self.max_row_bytes)
+            if self.database_url
+            else min(self.max_row_bytes, disk_bytes(self.state_dir) // 4)
+        )
 
     @property
     def store_url(self) -> str:

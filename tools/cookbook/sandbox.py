@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 _LIMITS = ["prlimit", "--cpu=60", f"--as={4 * 2**30}", f"--fsize={16 * 2**20}", "--core=0"]
-_NO_NETWORK = ["unshare", "--map-root-user", "--net"]
+_NO_NETWORK = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child"]
+"""Its end also ends every process of the program, those in sessions of their own included."""
 
 
 @contextmanager
@@ -64,10 +65,12 @@ def execute(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a program with all processes that it has started."""
+    """Ends a program and its processes; without isolation not those in sessions of their own."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait()
 
 
 @functools.cache

@@ -328,7 +328,8 @@ def _with_shares(layout: GpuLayout, here: Mapping[str, Gpu], weight_bytes: int, 
     if gpu.usable_bytes < sampled_bytes * on_gpu + trained_bytes + LEAST_BYTES * (1 + on_gpu):
         return layout  # `check_free` refuses it, unless the user's settings fit
     suggestions, sizes = _shares(gpu, gpu.usable_bytes, sampled_bytes, trained_bytes, on_gpu)
-    return replace(layout, suggestions=suggestions, words=f"{layout.words}; on GPU {gpu.name} {sizes}")
+    each = "" if len(both) == len({*layout.trainer, *layout.samplers}) else ", and as much on the others"
+    return replace(layout, suggestions=suggestions, words=f"{layout.words}; on GPU {gpu.name} {sizes}{each}")
 
 
 def _shares(gpu: Gpu, room: int, sampled_bytes: int, trained_bytes: int, count: int) -> tuple[tuple[Setting, ...], str]:

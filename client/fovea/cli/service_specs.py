@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 from fovea.cli.service import MODEL_SEPARATOR, ServiceSpec, kind_of
 from fovea.runtime import credentials
+from fovea.runtime.durable import disk_bytes
 from fovea.runtime.hosts import WILDCARDS, free_ports
 from fovea.wire import conventions
 
 _LOCAL = "127.0.0.1:"
+_UNNAMED = "FOVEA_GATEWAY_UNNAMED_BYTES"
 NO_GPU = ("",)
 """Devices of a service that must see no GPU."""
 
@@ -313,6 +315,8 @@ def _gateway_spec(
     arguments += ["--api-key-file", str(options.api_key_file)] if options.api_key_file else []
     # Pass keys through the environment, because every user of the machine can read command lines.
     keys = {"FOVEA_GATEWAY_API_KEY": json.dumps(options.api_keys)} if options.api_keys else {}
+    given = os.environ | {each.variable: each.value for each in options.settings}
+    room = {} if _UNNAMED in given else {_UNNAMED: str(min(64 * 2**30, disk_bytes(options.state_dir) // 4))}
     return _spec(
         options,
         "gateway",
@@ -321,7 +325,7 @@ def _gateway_spec(
         port,
         next(ports),
         tuple(arguments),
-        environment | keys,
+        environment | keys | room,
     )
 
 

@@ -7,11 +7,13 @@ time deletes nothing permanently.
 import errno
 import logging
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 from fsspec.implementations.local import LocalFileSystem
@@ -215,3 +217,9 @@ class ExpiryClock:
             self._offset_s, self._jumped_at = wall - steady, None
             return wall
         return own
+
+
+def disk_bytes(folder: Path) -> int:
+    """Returns the size of the disk of a folder, which need not exist yet."""
+    place = folder.absolute()
+    return shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).total

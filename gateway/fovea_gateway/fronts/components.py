@@ -150,7 +150,7 @@ class Components:
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
         self.unnamed_limit = UnnamedLimit(
-            self.database, self.base_models, settings.unnamed_room_bytes, self.owners.weight
+            self.database, self.base_models, settings.part_of(settings.unnamed_bytes), self.owners.weight
         )
         self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints, self.uploads)
         bounds = Bounds(

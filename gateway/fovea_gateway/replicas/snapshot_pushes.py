@@ -6,12 +6,13 @@ push it, and other requests for the same snapshot wait for that push.
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import sqlalchemy as sa
 from cachetools import LRUCache
@@ -93,7 +94,7 @@ class Snapshots:
         self._known: LRUCache[str, SnapshotRecord] = LRUCache(_KNOWN)
         self._pushes: SingleFlight[tuple[str, str], None] = SingleFlight()
         self._users: Counter[str] = Counter()
-        self._recent: OrderedDict[str, None] = OrderedDict()
+        self._recent: OrderedDict[str, float] = OrderedDict()
         self._lost: set[str] = set()
         self._retired: dict[str, Callable[[], list[Sampler]]] = {}
         self._being_freed: set[str] = set()
@@ -104,7 +105,7 @@ class Snapshots:
         kept = self._known.get(snapshot_id)
         if kept is None:
             kept = await self._database.read(lambda connection: get_row(connection, snapshot_id))
-            if kept is None:
+            if kept is None or snapshot_id in self._being_freed:
                 raise NotFound(
                     f"snapshot {snapshot_id!r} no longer exists: it was saved without a name, and its model ended, or"
                     " newer ones needed its storage (unnamed_bytes). To keep weights, save them with a name"
@@ -177,22 +178,22 @@ class Snapshots:
     def using(self, snapshot_id: str) -> Iterator[None]:
         """Prevents a snapshot from being freed while a request samples from it or pushes it."""
         self._users[snapshot_id] += 1
-        self._recent[snapshot_id] = None
+        self._recent[snapshot_id] = time.time()
         self._recent.move_to_end(snapshot_id)
         if len(self._recent) > _KNOWN:
             self._recent.popitem(last=False)
         try:
             yield
         finally:
+            self._recent[snapshot_id] = time.time()
             self._users[snapshot_id] -= 1
             if not self._users[snapshot_id]:
                 del self._users[snapshot_id]
                 self._free_if_unused(snapshot_id)
 
-    def by_use(self, snapshot_ids: Iterable[str]) -> list[str]:
-        """Returns the ids in the order of their last use, those without a known use first, in the given order."""
-        places = {snapshot_id: place for place, snapshot_id in enumerate(self._recent)}
-        return sorted(snapshot_ids, key=lambda snapshot_id: places.get(snapshot_id, -1))
+    def used_at(self, snapshot_id: str) -> float:
+        """Returns the time of a snapshot's last use, in seconds since 1970; inf while it is in use, 0 if unknown."""
+        return math.inf if self._users[snapshot_id] else self._recent.get(snapshot_id, 0.0)
 
     def retire(self, snapshot_id: str, samplers: Callable[[], list[Sampler]]) -> None:
         """Frees a snapshot that clients can no longer name, or have not used lately, as soon as no request uses it."""
@@ -221,6 +222,7 @@ class Snapshots:
         try:
             if await self._drop(snapshot_id, samplers):
                 await self._database.write(lambda connection: delete_row(connection, snapshot_id))
+                self._known.pop(snapshot_id, None)
                 logger.info("snapshot %s is freed", snapshot_id)
         finally:
             self._being_freed.discard(snapshot_id)
@@ -342,28 +344,6 @@ def ids_of_unnamed(connection: sa.Connection, model_ids: list[str]) -> list[str]
     """Returns the ids of the models' snapshots that are only in memory."""
     where = snapshots.c.model_id.in_(model_ids) & (snapshots.c.uri == "")
     return [row.snapshot_id for row in connection.execute(sa.select(snapshots.c.snapshot_id).where(where))]
-
-
-class UnnamedAdapter(NamedTuple):
-    """An adapter snapshot without a name, which the trainer stores with its recovery data."""
-
-    snapshot_id: str
-    model_id: str
-    owner: str
-    size_bytes: int
-
-
-def unnamed_adapters(connection: sa.Connection, base_model: str) -> list[UnnamedAdapter]:
-    """Returns a base model's unnamed adapter snapshots, the oldest first."""
-    joined = snapshots.join(models, models.c.model_id == snapshots.c.model_id)
-    query = sa.select(models.c.owner, snapshots.c.identity).select_from(joined).order_by(snapshots.c.created_at)
-    rows = connection.execute(query.where((models.c.base_model == base_model) & (snapshots.c.uri == "")))
-    found = [(row.owner, weights_pb2.Snapshot.FromString(row.identity)) for row in rows]
-    return [
-        UnnamedAdapter(identity.snapshot_id, identity.model_id, owner, identity.size_bytes)
-        for owner, identity in found
-        if identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER
-    ]
 
 
 def ids_of_stored(connection: sa.Connection, model_ids: list[str]) -> list[str]:

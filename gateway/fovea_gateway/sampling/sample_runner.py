@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -125,6 +125,14 @@ def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) 
         )
 
 
+def _held(work: SampleWork) -> AbstractContextManager[None]:
+    """Keeps the snapshot of a sample from being freed while it waits and between its tries."""
+    sampling = work.sampling
+    if not sampling.snapshot_id or sampling.followed_model_id is not None:
+        return nullcontext()
+    return work.base.snapshots.using(sampling.snapshot_id)
+
+
 class Versions:
     """The number of the newest requested snapshot of each model."""
 
@@ -167,36 +175,38 @@ class SampleRunner:
 
     async def collect(self, work: SampleWork) -> list[gateway_pb2.SampleTokensResponse]:
         """Samples to the end. If a sampler fails midway, the request starts again."""
-        while True:
-            try:
-                async with aclosing(self._attempt(work)) as attempt:
-                    events = [event async for event in attempt]
-                records = gather(events, work.request, work.cells)
-                deltas = [record.delta for record in records if record.WhichOneof("event") == "delta"]
-                self.makers[work.pending.submission.future_id] = [makers_of(delta) for delta in deltas]
-                return records
-            except ReplicaLeft:
-                continue
-            except FoveaError as error:
-                await self._mend(work, error)
+        with _held(work):
+            while True:
+                try:
+                    async with aclosing(self._attempt(work)) as attempt:
+                        events = [event async for event in attempt]
+                    records = gather(events, work.request, work.cells)
+                    deltas = [record.delta for record in records if record.WhichOneof("event") == "delta"]
+                    self.makers[work.pending.submission.future_id] = [makers_of(delta) for delta in deltas]
+                    return records
+                except ReplicaLeft:
+                    continue
+                except FoveaError as error:
+                    await self._mend(work, error)
 
     async def stream(self, work: SampleWork) -> AsyncIterator[sampler_pb2.SampleResponse]:
         """Yields events as they arrive, without `written` ones. A failure is retried only before the first event."""
         is_begun = False
-        while True:
-            try:
-                async with aclosing(self._attempt(work)) as attempt:
-                    async for event in attempt:
-                        is_begun = True
-                        if event.WhichOneof("event") != "written":
-                            yield event
-                return
-            except ReplicaLeft:
-                continue
-            except FoveaError as error:
-                if is_begun:
-                    raise
-                await self._mend(work, error)
+        with _held(work):
+            while True:
+                try:
+                    async with aclosing(self._attempt(work)) as attempt:
+                        async for event in attempt:
+                            is_begun = True
+                            if event.WhichOneof("event") != "written":
+                                yield event
+                    return
+                except ReplicaLeft:
+                    continue
+                except FoveaError as error:
+                    if is_begun:
+                        raise
+                    await self._mend(work, error)
 
     async def _attempt(self, work: SampleWork) -> Events:
         if work.rendered is None:

@@ -7,10 +7,15 @@ machine, samplers or storage.
 
 import asyncio
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
+import sqlalchemy as sa
+
+from fovea.api.v1 import weights_pb2
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import FoveaError
@@ -19,10 +24,11 @@ from fovea_gateway.checkpoints.checkpoint import folder_name
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, named_uris
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import models, snapshots
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import version_of
-from fovea_gateway.replicas.snapshot_pushes import ids_of_stored, unnamed_adapters
+from fovea_gateway.replicas.snapshot_pushes import ids_of_stored
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions
 from fovea_gateway.training.models import Models, ModelState, all_ids, ids_of_ended_sessions, ids_of_over, known_ids
@@ -128,45 +134,76 @@ def _folder(uri: str) -> str:
     return uri.split(STAGING_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)
 
 
+class UnnamedAdapter(NamedTuple):
+    """An adapter snapshot without a name, which the trainer stores with its recovery data."""
+
+    snapshot_id: str
+    model_id: str
+    owner: str
+    size_bytes: int
+    created_at: float
+
+
+def unnamed_adapters(connection: sa.Connection, base_model: str) -> list[UnnamedAdapter]:
+    """Returns the unnamed adapter snapshots of a base model's living models, the oldest first."""
+    joined = snapshots.join(models, models.c.model_id == snapshots.c.model_id)
+    where = (models.c.base_model == base_model) & models.c.state.in_(("creating", "ready")) & (snapshots.c.uri == "")
+    query = sa.select(models.c.owner, snapshots.c.identity, snapshots.c.created_at).select_from(joined)
+    rows = connection.execute(query.where(where).order_by(snapshots.c.created_at))
+    found = [(row, weights_pb2.Snapshot.FromString(row.identity)) for row in rows]
+    return [
+        UnnamedAdapter(identity.snapshot_id, identity.model_id, row.owner, identity.size_bytes, row.created_at)
+        for row, identity in found
+        if identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER
+    ]
+
+
 class UnnamedLimit:
     """The limit for the storage of unnamed adapter snapshots, which the trainer stores until their model ends.
 
     Args:
-        most_bytes: The limit for all snapshots together. Above it, the owner with the most bytes in relation to its
-            weight loses those that it has used longest ago. The newest one of each model stays.
+        most_bytes: The limit for all snapshots together. Above it, owners with more than their share of it lose those
+            that were not used for the longest time. The newest one of each model stays.
         weight_of: Returns an owner's weight, greater than 0.
+        unused_s: Seconds without use after which a snapshot may be deleted.
     """
 
     def __init__(
-        self, database: Database, base_models: BaseModels, most_bytes: int, weight_of: Callable[[str], float]
+        self,
+        database: Database,
+        base_models: BaseModels,
+        most_bytes: int,
+        weight_of: Callable[[str], float],
+        unused_s: float = 60.0,
     ) -> None:
         self._database, self._base_models = database, base_models
-        self._most_bytes, self._weight_of = most_bytes, weight_of
+        self._most_bytes, self._weight_of, self.unused_s = most_bytes, weight_of, unused_s
+        self._since = time.time()
 
     async def sweep(self) -> None:
-        """Frees snapshots above the limit, as soon as no request uses them."""
+        """Frees snapshots above the limit. A snapshot in use stays."""
         held: Counter[str] = Counter()
-        spare: defaultdict[str, list[tuple[BaseModel, str, int]]] = defaultdict(list)
+        spare: list[tuple[float, UnnamedAdapter, BaseModel]] = []
+        latest = time.time() - self.unused_s
         for base in self._base_models:
             found = await self._database.read(partial(unnamed_adapters, base_model=base.name))
             newest = {each.model_id: each.snapshot_id for each in found}
-            of_id = {each.snapshot_id: each for each in found}
-            for each in map(of_id.__getitem__, base.snapshots.by_use(of_id)):
+            for each in found:
                 held[each.owner] += each.size_bytes
-                if newest[each.model_id] != each.snapshot_id:
-                    spare[each.owner].append((base, each.snapshot_id, each.size_bytes))
+                # An earlier process does not say when it was used last.
+                used_at = max(each.created_at, self._since, base.snapshots.used_at(each.snapshot_id))
+                if newest[each.model_id] != each.snapshot_id and used_at <= latest:
+                    spare.append((used_at, each, base))
         metrics.UNNAMED_BYTES.set(held.total())
+        share = self._most_bytes / (sum(map(self._weight_of, held)) or 1.0)
         freed = 0
-        while held.total() > self._most_bytes and (owners := [owner for owner in spare if spare[owner]]):
-            owner = max(owners, key=lambda name: held[name] / self._weight_of(name))
-            base, snapshot_id, size_bytes = spare[owner].pop(0)
-            base.snapshots.retire(snapshot_id, base.up_samplers)
-            held[owner] -= size_bytes
-            freed += 1
+        for _, each, base in sorted(spare, key=lambda one: (one[0], one[1].created_at)):
+            if held.total() > self._most_bytes and held[each.owner] > share * self._weight_of(each.owner):
+                base.snapshots.retire(each.snapshot_id, base.up_samplers)
+                held[each.owner] -= each.size_bytes
+                freed += 1
         if freed:
-            logger.info(
-                "freeing %d unnamed snapshots that were used longest ago: unnamed_bytes is %d", freed, self._most_bytes
-            )
+            logger.info("freeing %d unnamed snapshots: unnamed_bytes is %d", freed, self._most_bytes)
 
 
 _LATE_S = 15.0

@@ -213,12 +213,12 @@ class Residency:
             raise RestoreInProgress(words)
 
     async def sweep(self) -> None:
-        """Starts to restore the models that another trainer instance held, even if no client waits for them."""
+        """Starts to restore models that another trainer instance held and for which no client waits, two at a time."""
         for model in self._models.ready(self._base_model):
             if not self._homes.is_home(model, self._trainer):
                 continue
             is_due = time.monotonic() >= self._not_before.get(model.model_id, 0.0)
-            is_free = is_due and model.model_id not in self._moves
+            is_free = is_due and model.model_id not in self._moves and len(self._moves) < 2
             info = self._trainer.info if self._trainer.up else None
             if is_free and info is not None and model.journaled_since is not None and self._is_away(model):
                 self._begin(model, self._restore(model, info))

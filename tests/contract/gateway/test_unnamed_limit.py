@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from prometheus_client import REGISTRY
+
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.test_checkpoints import save
@@ -12,7 +14,9 @@ _SIZE = 10  # bytes of each snapshot of the fake trainer
 
 async def _sweep(stand: Stand) -> None:
     assert stand.gateway is not None
-    await stand.gateway.components.unnamed_limit.sweep()
+    limit = stand.gateway.components.unnamed_limit
+    limit.unused_s = 0.0
+    await limit.sweep()
 
 
 async def _snapshots(stand: Stand, rest: Rest, model_id: str, count: int) -> list[str]:
@@ -38,11 +42,59 @@ async def test_above_the_limit_those_used_longest_ago_are_freed(stand: Stand, re
     refused = await rest.result((await rest.sample(second, 0)).json()["request_id"])
     assert "saved without a name" in refused["error"]
     await stand.stop()
-    await stand.start(unnamed_bytes=3 * _SIZE)
+    await stand.start(unnamed_bytes=2 * _SIZE)
     refused = await rest.result((await rest.sample(second, 1)).json()["request_id"])
     assert "saved without a name" in refused["error"]
+    await rest.result((await rest.sample(first, 2)).json()["request_id"])
     await _sweep(stand)
-    assert set(stand.trainer.snapshots) == left
+    left = {f"{model_id}@1", f"{model_id}@5"}
+    await eventually(lambda: set(stand.trainer.snapshots) == left)
+
+
+async def test_a_snapshot_that_was_used_within_a_minute_stays(stand: Stand, rest: Rest) -> None:
+    await stand.stop()
+    await stand.start(unnamed_bytes=1)
+    model_id = await rest.create_model()
+    await _snapshots(stand, rest, model_id, 3)
+    assert stand.gateway is not None
+    await stand.gateway.components.unnamed_limit.sweep()
+    assert len(stand.trainer.snapshots) == 3
+    assert not stand.trainer.of("ForgetSnapshot")
+
+
+async def test_the_snapshot_of_a_sample_that_waits_for_a_place_stays(stand: Stand, rest: Rest) -> None:
+    await stand.stop()
+    await stand.start(unnamed_bytes=1, sampler_concurrency=1)
+    model_id = await rest.create_model()
+    first, *_, last = await _snapshots(stand, rest, model_id, 3)
+    stand.sampler.gated = {"Sample"}
+    stand.sampler.open.clear()
+    running_id = (await rest.sample(last, 0)).json()["request_id"]
+    await eventually(lambda: stand.sampler.waiting == 1)
+    waiting_id = (await rest.sample(first, 0)).json()["request_id"]
+    await _sweep(stand)
+    await eventually(lambda: set(stand.trainer.snapshots) == {f"{model_id}@1", f"{model_id}@3"})
+    stand.sampler.open.set()
+    for request_id in (running_id, waiting_id):
+        assert "sequences" in await rest.result(request_id)
+
+
+async def test_ended_models_count_no_more(stand: Stand, rest: Rest) -> None:
+    await stand.stop()
+    await stand.start(unnamed_bytes=4 * _SIZE)
+    async with stand.http() as http:
+        other = Rest(http)
+        await other.open_session()
+        ended = await other.create_model()
+        await _snapshots(stand, other, ended, 3)
+        await other.ok(f"sessions/{other.session_id}/finish", reason={"type": "success"}, detail=None)
+    await eventually(lambda: not stand.trainer.snapshots)
+    model_id = await rest.create_model()
+    await _snapshots(stand, rest, model_id, 4)
+    await _sweep(stand)
+    assert len(stand.trainer.snapshots) == 4
+    metric = REGISTRY.get_sample_value("fovea_gateway_unnamed_bytes")
+    assert metric == 4 * _SIZE
 
 
 async def test_named_snapshots_and_the_newest_of_each_model_stay(stand: Stand, rest: Rest) -> None:

@@ -33,6 +33,7 @@ def test_a_program_imports_its_files_and_its_end_is_the_status() -> None:
     [
         "while True: pass",
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])",
+        "import subprocess; subprocess.run(['setsid', 'sleep', '60'])",
     ],
 )
 def test_a_program_that_does_not_end_is_ended(code: str) -> None:

@@ -37,10 +37,16 @@ _T = TypeVar("_T")
 def by_own_names(tensors: Mapping[str, _T], own: Iterable[str]) -> dict[str, _T]:
     """Returns tensors of an adapter by a model's own names, `own`, where hosted Tinker has other names for them.
 
-    It leaves out `language_model.` in vision models, and calls the unembedding `model.unembed_tokens`.
+    It leaves out `language_model.` in vision models, and calls the unembedding `model.unembed_tokens`. Raises
+    InvalidInput for a tensor under both names.
     """
-    known = {_hosted(name): name for name in own}
-    return {known.get(_hosted(name), name): tensor for name, tensor in tensors.items()}
+    known, found = {_hosted(name): name for name in own}, dict[str, _T]()
+    for given, tensor in tensors.items():
+        name = known.get(_hosted(given), given)
+        if name in found:
+            raise InvalidInput(f"the adapter has {name!r} under two names, one of them {given!r}: keep one of both")
+        found[name] = tensor
+    return found
 
 
 def _hosted(name: str) -> str:

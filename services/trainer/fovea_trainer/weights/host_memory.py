@@ -251,7 +251,8 @@ class ModelResidence:
     def expect(self, models: Iterable[TrainedModel]) -> None:
         """Starts to bring models of waiting commands, as far as there is room, while the device computes."""
         for model_id in [] if self._limit_bytes else [model.model_id for model in models]:
-            if model_id in self._away and self._free_bytes() > 2 * _bytes_of(self._used[model_id]):
+            size_bytes = _bytes_of(self._used[model_id]) if model_id in self._away else 0
+            if size_bytes and self._free_bytes() > size_bytes + max(size_bytes, _STEP_BYTES):
                 try:
                     self._bring(model_id, self._used[model_id])
                 except ResourceExhausted:

@@ -176,7 +176,7 @@ def test_flags_choose_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told("auto", "0", "1").suggestions == ()
     shared = told("auto", "0", "0,1", 2)
     sizes = "43.1 GiB and 28.8 GiB of 79.6 GiB"
-    assert shared.words == f"trainer on GPU 0, 2 samplers on GPU 0,1; on GPU 0 {sizes}"
+    assert shared.words == f"trainer on GPU 0, 2 samplers on GPU 0,1; on GPU 0 {sizes}, and as much on the others"
     for layout in (shared, told("auto", "0", "0")):
         assert layout.suggestions == told("0").suggestions != (), "as without the flags"
     with pytest.raises(

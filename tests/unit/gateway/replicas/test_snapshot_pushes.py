@@ -1,7 +1,8 @@
 """The lag of a sampler: by model, by the requested weights, and not for models that it does not have."""
 
 from fovea_gateway.replicas.samplers import version_of
-from fovea_gateway.replicas.snapshot_pushes import Versions, id_of_export, id_of_snapshot
+from fovea_gateway.replicas.snapshot_pushes import id_of_export, id_of_snapshot
+from fovea_gateway.sampling.sample_runner import Versions
 
 
 def test_a_sampler_that_has_what_was_asked_for_does_not_lag() -> None:

@@ -102,6 +102,9 @@ def test_names_of_hosted_tinker_are_accepted_in_files_from_elsewhere() -> None:
     assert weight_files.of_experts(hosted, targets) == targets
     with pytest.raises(InvalidInput, match="it was saved from a differently shaped model"):
         weight_files.check_shapes(shapes, targets, "u", is_foreign=False)
+    both = shapes | {f"{parent}.lm_head.lora_A.weight": [4, 4]}
+    with pytest.raises(InvalidInput, match=r"lm_head.lora_A.weight' under two names"):
+        weight_files.check_shapes(both, targets, "u", is_foreign=True)
 
 
 @pytest.mark.parametrize(

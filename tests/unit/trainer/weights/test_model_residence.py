@@ -126,6 +126,21 @@ def test_a_model_that_returns_leaves_room_for_an_optimizer_step() -> None:
     assert free_bytes() >= room
 
 
+def test_a_model_that_is_brought_ahead_moves_no_other_away() -> None:
+    card = Card(torch.float32, DEVICES[0])
+    whole = size_of(card.models["a"])
+
+    def free_bytes() -> int:
+        return 6 * whole - sum(map(size_of, card.models.values()))
+
+    residence = ModelResidence(DEVICES[0], 0, free_bytes)
+    for name in NAMES:
+        residence.use([card.models[name]])
+    residence.leave(1)
+    residence.expect([card.models["a"]])
+    assert [size_of(card.models[name]) for name in NAMES] == [0, whole, whole]
+
+
 def test_models_fit_together_if_those_that_are_away_have_room_beside_the_others() -> None:
     card, free_bytes = Card(torch.float32, DEVICES[0]), 2**62
     whole = size_of(card.models["a"])
