@@ -227,7 +227,7 @@ def _as_requested(
             f"the {len(samplers)} GPUs of --sampler-gpus cannot be divided equally among {count} sampler(s)",
         )
     names = (("trainer", trainer), (_samplers(count), samplers))
-    words = ", ".join(f"{who} on GPU {','.join(devices)}" if devices else who for who, devices in names)
+    words = ", ".join(f"{user} on GPU {','.join(devices)}" if devices else user for user, devices in names)
     return GpuLayout(trainer, samplers, count, (), words)
 
 

@@ -217,8 +217,8 @@ def _note(connection: sa.Connection, words: str, event: str, object_id: str, **n
     """Writes the audit entry of a command, `fovea` with these words, into its transaction."""
     # The views of all shards hide the tables, and take no rows.
     schema = connection.scalar(sa.func.current_schema()) if connection.dialect.name == "postgresql" else None
-    who, values = f"{_user()}@{socket.gethostname()}", audit_log.encode(new_values)
-    action = audit_log.Action(_COMMAND, who, event, f"fovea {words}", object_id, audit_log.OK, values)
+    caller, values = f"{_user()}@{socket.gethostname()}", audit_log.encode(new_values)
+    action = audit_log.Action(_COMMAND, caller, event, f"fovea {words}", object_id, audit_log.OK, values)
     audit_log.put_entries(connection, [action.row(time.time(), 1)], schema)
 
 
