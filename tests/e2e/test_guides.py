@@ -61,7 +61,9 @@ def test_training_goes_on_from_a_path(stack: Stack, service: tinker.ServiceClien
     *_, loading = _programs("first-fine-tune.md")
     loading = re.sub(r"tinker://[^\"]+", path, loading)
     assert path in loading
-    assert "train" in _run(f"import tinker\n{loading}print(training.model_id)", stack, tmp_path)
+    loading = loading.replace("tinker.ServiceClient()", "(service := tinker.ServiceClient())")
+    ending = "print(training.model_id)\nservice.close('success').result()\n"  # its model would outlive this module
+    assert "train" in _run(f"import tinker\n{loading}{ending}", stack, tmp_path)
 
 
 def test_openais_client_asks_about_a_picture(stack: Stack, tmp_path: Path) -> None:
