@@ -368,11 +368,9 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     @property
     def row_room_bytes(self) -> int:
         """Returns `max_row_bytes`; for a database in the state folder, at most a quarter of its disk."""
-        return (
-            self.part_of(self.max_row_bytes)
-            if self.database_url
-            else min(self.max_row_bytes, disk_bytes(self.state_dir) // 4)
-        )
+        if self.database_url:
+            return self.part_of(self.max_row_bytes)
+        return min(self.max_row_bytes, disk_bytes(self.state_dir) // 4)
 
     @property
     def store_url(self) -> str:

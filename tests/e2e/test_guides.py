@@ -8,22 +8,15 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import tinker
 from PIL import Image
 
+from tests.code_blocks import programs
 from tests.e2e.fovea_data.test_fine_tuning import digits
 from tests.e2e.stack import API_KEY, Stack
-
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-
-
-def _programs(guide: str) -> list[str]:
-    found = re.findall(r"^( *)```python\n(.*?)^\1```", (GUIDES / guide).read_text(), re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(text) for _, text in found]
 
 
 def _run(program: str, stack: Stack, folder: Path) -> str:
@@ -43,7 +36,7 @@ def test_a_folder_of_images_becomes_a_model_that_both_apis_serve(stack: Stack, t
     Image.open(tmp_path / "birds/0/0.png").save(tmp_path / "unknown.jpg")
     table = [f"{file.relative_to(tmp_path)},{file.parent.name}" for file in (tmp_path / "birds").rglob("*.png")]
     (tmp_path / "labels.csv").write_text("\n".join(["file,label", *table]))
-    tuning, reading, asking, _ = _programs("first-fine-tune.md")
+    tuning, reading, asking, _ = programs("first-fine-tune.md")
     reading += "assert len(held_out) == 4 and {row.answer for row in train} <= set('0123456789')\n"
     # As its comment says: on Fovea instead of vLLM.
     asking = asking.replace('api_key="none"', 'api_key="tml-local"').replace(
@@ -58,7 +51,7 @@ def test_a_folder_of_images_becomes_a_model_that_both_apis_serve(stack: Stack, t
 def test_training_goes_on_from_a_path(stack: Stack, service: tinker.ServiceClient, tmp_path: Path) -> None:
     training = service.create_lora_training_client(stack.model_name, rank=4).result()
     path = training.save_state("kept").result().path
-    *_, loading = _programs("first-fine-tune.md")
+    *_, loading = programs("first-fine-tune.md")
     loading = re.sub(r"tinker://[^\"]+", path, loading)
     assert path in loading
     loading = loading.replace("tinker.ServiceClient()", "(service := tinker.ServiceClient())")
@@ -67,7 +60,7 @@ def test_training_goes_on_from_a_path(stack: Stack, service: tinker.ServiceClien
 
 
 def test_openais_client_asks_about_a_picture(stack: Stack, tmp_path: Path) -> None:
-    (program,) = _programs("openai.md")
+    (program,) = programs("openai.md")
     digits(tmp_path, 1)
     encoded = base64.b64encode((tmp_path / "0/0.png").read_bytes()).decode()
     program = program.replace("tinker://sess-1:train:0/sampler_weights/ada", stack.model_name)

@@ -31,7 +31,15 @@ from fovea_gateway.replicas.samplers import version_of
 from fovea_gateway.replicas.snapshot_pushes import ids_of_stored
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions
-from fovea_gateway.training.models import Models, ModelState, all_ids, ids_of_ended_sessions, ids_of_over, known_ids
+from fovea_gateway.training.models import (
+    IS_LIVING,
+    Models,
+    ModelState,
+    all_ids,
+    ids_of_ended_sessions,
+    ids_of_over,
+    known_ids,
+)
 from fovea_gateway.training.trainer_pool import TrainerPool
 from fovea_gateway.training.training import Training
 
@@ -147,7 +155,7 @@ class UnnamedAdapter(NamedTuple):
 def unnamed_adapters(connection: sa.Connection, base_model: str) -> list[UnnamedAdapter]:
     """Returns the unnamed adapter snapshots of a base model's living models, the oldest first."""
     joined = snapshots.join(models, models.c.model_id == snapshots.c.model_id)
-    where = (models.c.base_model == base_model) & models.c.state.in_(("creating", "ready")) & (snapshots.c.uri == "")
+    where = (models.c.base_model == base_model) & IS_LIVING & (snapshots.c.uri == "")
     query = sa.select(models.c.owner, snapshots.c.identity, snapshots.c.created_at).select_from(joined)
     rows = connection.execute(query.where(where).order_by(snapshots.c.created_at))
     found = [(row, weights_pb2.Snapshot.FromString(row.identity)) for row in rows]

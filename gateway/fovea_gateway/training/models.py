@@ -37,6 +37,11 @@ class ModelState(enum.StrEnum):
     ENDED = "ended"
 
 
+LIVING = (ModelState.CREATING, ModelState.READY)
+IS_LIVING = models.c.state.in_([state.value for state in LIVING])
+"""The condition on rows of models that are being created or trained."""
+
+
 @dataclass(eq=False)
 class Model:
     """One model in training, and the state of its command queue.
@@ -128,7 +133,7 @@ class Models:
 
     def held_by_owner(self) -> dict[str, int]:
         """Returns how many models each owner has in trainers, those on their way included."""
-        living = (model for model in self._models.values() if model.state in (ModelState.CREATING, ModelState.READY))
+        living = (model for model in self._models.values() if model.state in LIVING)
         return Counter(each.owner for each in living if each.trainer_instance or each.model_id in self._being_restored)
 
     def find(self, model_id: str) -> Model | None:
@@ -168,7 +173,7 @@ class Models:
 
     async def end(self, model: Model, reason: str) -> None:
         """Marks a model as ended if it is being created or trained."""
-        if model.state in (ModelState.CREATING, ModelState.READY):
+        if model.state in LIVING:
             model.state, model.state_reason = ModelState.ENDED, reason
             await self.save(model)
 
@@ -202,7 +207,7 @@ class Models:
             for other in self._models.values()
             if other.owner == model.owner
             and (other.trainer_instance in instances or other.model_id in self._being_restored)
-            and other.state in (ModelState.CREATING, ModelState.READY)
+            and other.state in LIVING
             and other is not model
         ]
         own = self._owners.of(model.owner).max_models
@@ -271,8 +276,7 @@ def get_row(connection: sa.Connection, model_id: str) -> Model | None:
 
 def living_rows(connection: sa.Connection) -> list[Model]:
     """Returns the models that are being created or trained."""
-    states = [ModelState.CREATING.value, ModelState.READY.value]
-    query = sa.select(models).where(models.c.state.in_(states))
+    query = sa.select(models).where(IS_LIVING)
     return [_from_row(row) for row in (connection.execute(query)).mappings()]
 
 

@@ -13,12 +13,10 @@ import sqlalchemy as sa
 from fovea.wire.errors import FoveaError, SessionEnded
 from fovea_gateway.database.schema import drained_trainers
 from fovea_gateway.replicas.replicas import TrainerLink
-from fovea_gateway.training.models import Model, Models, ModelState
+from fovea_gateway.training.models import LIVING, Model, Models, ModelState
 from fovea_gateway.training.residency import Homes, TrainerSide
 
 logger = logging.getLogger(__name__)
-
-_PLACED = (ModelState.CREATING, ModelState.READY)
 
 
 def read_drained(connection: sa.Connection) -> list[str]:
@@ -66,7 +64,7 @@ class TrainerPool(Homes):
         """
         for model_id, side in list(self._homes.items()):
             model = self._models.find(model_id)
-            if model is None or model.state not in _PLACED:
+            if model is None or model.state not in LIVING:
                 self._homes.pop(model_id, None)
             elif model_id not in self._running and self.leaves(model, side.link):
                 await self._move_idle(model, side)
@@ -122,7 +120,7 @@ class TrainerPool(Homes):
 
     def _find(self, model_id: str) -> TrainerLink:
         model = self._models.find(model_id)
-        if model is not None and model.state in _PLACED:
+        if model is not None and model.state in LIVING:
             return self.side_of(model).link
         return min(self._open() or self.sides, key=lambda side: side.queue.queued_s).link
 
@@ -172,7 +170,7 @@ class TrainerPool(Homes):
             model
             for model in found
             if model is not None
-            and model.state in _PLACED
+            and model.state in LIVING
             and (model.trainer_instance or model.model_id in self._running)
         ]
 

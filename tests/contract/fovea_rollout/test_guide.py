@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 
 import fovea_tinyvlm
+from tests.code_blocks import programs
 from tests.contract.gateway import fakes
 from tests.contract.gateway.conftest import KEY, Stand, running
 
-GUIDE = Path(__file__).parents[3] / "docs/guides/rollout.md"
 _SHORT = "LoopSettings(2, 1, 2, learning_rate=1e-4, kl_coefficient=0.0, substeps=1, loss='importance_sampling')"
-
-
-def _programs() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 async def _run(program: str, stand: Stand, folder: Path) -> list[str]:
@@ -40,7 +36,7 @@ async def _run(program: str, stand: Stand, folder: Path) -> list[str]:
 async def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
     async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure())) as stand:
-        lines = await _run(_programs()[0], stand, tmp_path)
+        lines = await _run(programs("rollout.md")[0], stand, tmp_path)
         async with stand.http() as http:
             (run,) = (await http.get("training_runs")).json()["training_runs"]
             curves = (await http.get(f"live/curves/{run['training_run_id']}")).json()["curves"]
@@ -53,7 +49,7 @@ async def test_its_warm_up_and_its_resumed_run_go_on_from_there(
 ) -> None:
     """The other blocks use the names of the first one; they run in place of its training, with few episodes."""
     monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
-    first, *others = _programs()
+    first, *others = programs("rollout.md")
     assert len(others) == 2
     lines = "\n".join(others).replace("sources * 256", "sources * 2").splitlines(keepends=True)
     imports = "".join(line for line in lines if line.startswith("from "))
