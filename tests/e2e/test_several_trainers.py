@@ -23,6 +23,7 @@ import fovea_tinyvlm
 from tests.e2e.stack import Stack, running_stack
 
 CLIENTS = 8
+TRAINERS = ("trainer", "trainer2")
 STEPS = 40
 """Enough that `fovea drain`, which takes seconds to start, and the loss of a trainer fall within the training."""
 pytestmark = pytest.mark.slow
@@ -78,7 +79,17 @@ def train_all(stack: Stack, disturb: Callable[[], None] | None = None, at: int =
 def stack() -> Iterator[Stack]:
     """Two trainers of one rank each, without samplers."""
     with running_stack(fovea_tinyvlm.ensure(), "--trainers", "2", "--ranks", "1", "--samplers", "0") as stack:
+        # The gateway serves once one trainer is up. It may connect to the other a second after that one is ready, and
+        # models created in between would all go to the first.
+        wait_until(lambda: all(f"trainer {stack.address(name)} is up" in stack.log.read_text() for name in TRAINERS))
         yield stack
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +118,7 @@ def trainer_process(stack: Stack, name: str) -> psutil.Process:
 def models_of(stack: Stack) -> dict[str, int]:
     """Returns the number of models in each trainer, from its metrics."""
     found = {}
-    for name in ("trainer", "trainer2"):
+    for name in TRAINERS:
         with urllib.request.urlopen(stack.state["services"][name]["metrics"]) as answer:
             lines = answer.read().decode().splitlines()
         found[name] = int(next(float(line.split()[-1]) for line in lines if line.startswith("fovea_trainer_models ")))

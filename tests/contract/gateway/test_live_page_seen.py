@@ -93,6 +93,32 @@ async def test_the_form_that_asks_for_a_key_can_be_read_and_used_without_a_mouse
         await see(look)
 
 
+async def test_a_run_that_a_late_name_makes_a_part_of_another_gives_up_its_entry(
+    tmp_path: Path, browser: Browser
+) -> None:
+    def open_page() -> None:
+        browser.show(1280, dark=False)
+        browser.open(f"{stand.url}/")
+        browser.wait_text("#models-count", "2 in training, 2 shown")
+
+    async with running(Stand(tmp_path)) as stand, stand.http() as http:
+        rest = Rest(http)
+        first = await rest.create_model()
+        await _step(rest, first, 1)
+        saved = await rest.ok("save_weights", model_id=first, seq_id=3, path="kept")
+        path = str((await rest.result(saved["request_id"]))["path"])
+        resumed = await rest.create_model(1)
+        loaded = await rest.ok("load_weights", model_id=resumed, seq_id=1, path=path, optimizer=True)
+        await rest.result(loaded["request_id"])
+        await see(open_page)
+        chosen = await see(browser.text, "#models [aria-current=true]")
+        for model_id in (first, resumed):
+            (await http.put(f"live/runs/{model_id}", json={"name": "birds"})).raise_for_status()
+        await see(browser.wait_text, "#models-count", "2 in training, 1 shown")
+        assert await see(browser.run, _SHOWN) == ["birds"]
+        assert "step 1" in await see(browser.text, "#models [aria-current=true]"), chosen
+
+
 async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path: Path, browser: Browser) -> None:
     def open_page() -> None:
         browser.show(1280, dark=False)
@@ -111,7 +137,7 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
         assert f"{MODEL.rpartition('/')[2]}, " in await see(
             browser.text, f"#models button[title='{nameless}'] .name"
         ), "its base model"
-        assert await see(browser.text, "#models-count") == "4 in training, 2 shown"
+        await see(browser.wait_text, "#models-count", "4 in training, 2 shown")
         assert await see(browser.run, _SHOWN) == ["birds"], "one entry, not one for each part"
         assert await see(browser.text, "#caller") == "tml-local · train"
 

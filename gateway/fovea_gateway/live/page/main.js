@@ -125,7 +125,6 @@ function showModels(changed) {
   say($("models-count"), !models.size ? "" : view.search.trim() ? `${count(shown.length)} of ${count(models.size)} found` : `${count(running)} in training, ${count(shown.length)} shown`);
   $("models-none").hidden = shown.length > 0;
   say($("models-none"), models.size ? "No run matches." : "None yet.");
-  return parts;
 }
 
 // An earlier part that trains beside the resumed one is a run of its own.
@@ -149,6 +148,15 @@ function select(id) {
   if (view.run !== id) change({ run: id, beside: view.beside.filter((one) => one !== id) });
   showRun();
   prefer(id);
+}
+
+// Selects a run until the user does. Names may arrive after the models, and only with them is a part known.
+function selectFirst() {
+  const parts = partsOf();
+  if (!order.length || (models.has(selected) && !(isAutomatic && parts.has(selected)))) return false;
+  select(order.find((id) => !parts.has(id)) ?? order[0]);
+  isAutomatic = true;
+  return true;
 }
 
 function introduction() {
@@ -206,14 +214,11 @@ function render() {
   drawing = false;
   const { models: changed, labels, queue, services, errors, samples, checkpoints, alerts, system } = pending;
   pending = {};
-  if (labels) { takeLabels(labels); relabel(models.keys()); }
+  if (labels) { takeLabels(labels); selectFirst(); relabel(models.keys()); }
   if (changed) {
     const latest = new Map(changed.map((model) => [model.id, model]));
-    const parts = showModels([...latest.values()]);
-    // The page selects a run by itself until the user does. Names may arrive after the models, and only with them is a part known.
-    const isLost = !models.has(selected) || (isAutomatic && parts.has(selected));
-    if (isLost && order.length) { select(order.find((id) => !parts.has(id)) ?? order[0]); isAutomatic = true; }
-    else if (latest.has(selected) || !models.size) requestAnimationFrame(showRun);  // the list has filled this frame
+    showModels([...latest.values()]);
+    if (!selectFirst() && (latest.has(selected) || !models.size)) requestAnimationFrame(showRun);  // the list has filled this frame
     else if ([...latest.keys()].some(isBeside)) showCharts();
     if (samplesTold) takeSamples({ ...samplesTold, version: samplesTold.version }, nameOfSource);
   }
