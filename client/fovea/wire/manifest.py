@@ -2,12 +2,13 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fovea.api.v1 import weights_pb2
+from fovea.api.v1 import sampler_pb2, weights_pb2
 
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 WORD_BYTES = 8
@@ -37,9 +38,69 @@ def buckets(specs: Iterable[weights_pb2.TensorSpec], bucket_bytes: int) -> list[
     return result
 
 
-def sender_groups(group_id: str, sender_count: int) -> list[str]:
-    """Returns the group name of each sender of a transfer group. 0 senders count as one."""
-    return [group_id, *(f"{group_id}/{sender}" for sender in range(1, sender_count))]
+@dataclass(frozen=True)
+class Part:
+    """The part of a tensor that one worker receives.
+
+    Args:
+        spec: Name, type and shape of the part.
+        whole: Those of the tensor; the same object if the part is the whole tensor.
+        dimension: The dimension that is divided.
+        ranges: Start and end of each range of indices along it, ascending.
+        holders: The workers that receive this part, separated by commas.
+    """
+
+    spec: weights_pb2.TensorSpec
+    whole: weights_pb2.TensorSpec
+    dimension: int
+    ranges: tuple[tuple[int, int], ...]
+    holders: str
+
+    @property
+    def is_whole(self) -> bool:
+        return self.spec is self.whole
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """The bytes of one index along `dimension`, and of all its indices."""
+        inner = math.prod(self.whole.shape[self.dimension + 1 :]) * _ITEM_SIZES[self.whole.dtype]
+        return inner, inner * self.whole.shape[self.dimension]
+
+
+def parts_of(
+    specs: Iterable[weights_pb2.TensorSpec], ready: sampler_pb2.SnapshotReady, worker: int, worker_count: int
+) -> list[Part]:
+    """Returns the part of each tensor that a worker receives, in order. It may be empty."""
+    everyone = ",".join(map(str, range(worker_count)))
+    cuts = []
+    for split in ready.splits:
+        bounds = [tuple(part.bounds) for part in split.parts]
+        own = bounds[worker]
+        holders = ",".join(str(index) for index, one in enumerate(bounds) if one == own)
+        cuts.append((split.dimension, tuple(zip(own[::2], own[1::2], strict=True)), holders))
+    result = []
+    for index, spec in enumerate(specs):
+        number = ready.split_of[index] if ready.split_of else 0
+        if not number:
+            result.append(Part(spec, spec, 0, (), everyone))
+            continue
+        dimension, ranges, holders = cuts[number - 1]
+        cut = weights_pb2.TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape)
+        cut.shape[dimension] = sum(end - start for start, end in ranges)
+        result.append(Part(cut, spec, dimension, ranges, holders))
+    return result
+
+
+def sender_groups(group_id: str, sender_count: int, worker: int | None = None) -> list[str]:
+    """Returns the group name of each sender of a transfer group. 0 senders count as one.
+
+    Args:
+        group_id: The transfer group.
+        sender_count: The number of senders.
+        worker: The worker that receives, in a split group.
+    """
+    names = [group_id, *(f"{group_id}/{sender}" for sender in range(1, sender_count))]
+    return names if worker is None else [f"{name}.{worker}" for name in names]
 
 
 def layout_of(manifest: weights_pb2.SnapshotManifest) -> bytes:
@@ -75,13 +136,37 @@ class SnapshotDigest:
         for spec in specs:
             self._hash.update(f"{spec.name}\0{spec.dtype}\0{','.join(map(str, spec.shape))}\0".encode())
         start, self._word_count = self._word_count, self._word_count + len(words)
-        self._sums.append(self._mixed_sum(words, start))
+        self._sums.append(self._mixed_sum(words, start) if len(words) else 0)
+
+    def add_sum(self, specs: Iterable[weights_pb2.TensorSpec], mixed_sum: int) -> None:
+        """Adds tensors, after which no others follow, by the sum of all their mixed words."""
+        self.add(specs, ())
+        self._sums.append(mixed_sum)
 
     def hexdigest(self) -> str:
         """Returns the digest of all tensors added so far, in lower-case hexadecimal."""
         whole = self._hash.copy()
         whole.update((sum(int(part) for part in self._sums) % 2**64).to_bytes(8, "little"))
         return whole.hexdigest()
+
+
+def joined_digest(specs: Iterable[weights_pb2.TensorSpec], sums: Iterable[Mapping[str, int]]) -> str:
+    """Returns the digest of a snapshot of which each worker received parts.
+
+    Args:
+        specs: The tensors.
+        sums: For each worker: the sum of the mixed words of its parts modulo 2^64, by the parts' holders.
+
+    Raises ValueError if two workers received different bytes of the same parts.
+    """
+    joined: dict[str, int] = {}
+    for worker in sums:
+        for holders, found in worker.items():
+            if joined.setdefault(holders, found) != found:
+                raise ValueError(f"workers {holders} received different bytes of the same tensors")
+    digest = SnapshotDigest()
+    digest.add_sum(specs, sum(joined.values()))
+    return digest.hexdigest()
 
 
 def _mixed_sum(words: Any, start: int) -> Any:

@@ -235,8 +235,12 @@ class WeightEngine(Protocol):
         """Raises InvalidInput for a manifest that does not fit the model."""
         ...
 
-    async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
-        """Starts to receive the broadcasts of a snapshot; returns the id of the receiving task.
+    async def start_receive(
+        self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float
+    ) -> tuple[str, sampler_pb2.SnapshotReady]:
+        """Starts to receive the broadcasts of a snapshot.
+
+        Returns the id of the receiving task, and the division of the tensors over the workers.
 
         Raises InvalidInput for a manifest that does not fit the model, before anything is received.
         """

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.runtime.tasks import run_to_end
@@ -23,7 +23,13 @@ _ADAPTER = weights_pb2.SNAPSHOT_KIND_ADAPTER
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine now takes part in the broadcast."""
+    """The engine now takes part in the broadcast.
+
+    Attributes:
+        splits: The division of the tensors over the workers.
+    """
+
+    splits: sampler_pb2.SnapshotReady = field(default_factory=sampler_pb2.SnapshotReady)
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,10 @@ class SnapshotPushes:
     async def _receive_alone(
         self, group_id: str, manifest: weights_pb2.SnapshotManifest, deadline: float
     ) -> AsyncGenerator[Ready | Loaded]:
-        task_id = await self._engine.start_receive(group_id, manifest, deadline - time.monotonic())
+        task_id, splits = await self._engine.start_receive(group_id, manifest, deadline - time.monotonic())
         arrived = False
         try:
-            yield Ready()
+            yield Ready(splits)
             digest = await self._receive_tensors(task_id, manifest, deadline - time.monotonic())
             arrived = True
             yield await self._load(task_id, manifest, digest, deadline)

@@ -12,6 +12,11 @@ TOKENS = Counter(
 FEATURES = Counter("fovea_sampler_features_total", "Lookups of vision tensors in the cache, by result.", ["result"])
 FEATURE_BYTES = Gauge("fovea_sampler_feature_bytes", "Bytes of vision tensors in the cache.")
 SNAPSHOTS = Counter("fovea_sampler_snapshots_total", "Snapshots received, by kind and outcome.", ["kind", "outcome"])
+RECEIVED_BYTES = Counter(
+    "fovea_sampler_received_bytes_total",
+    "Bytes of snapshots that arrived at each worker. Of full parameters, a worker receives the parts that it holds.",
+    ["worker"],
+)
 ADAPTERS = Gauge("fovea_sampler_adapters", "Adapters that the sampler holds.")
 PAUSE_SECONDS = Histogram(
     "fovea_sampler_pause_seconds",

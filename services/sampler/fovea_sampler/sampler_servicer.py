@@ -257,7 +257,7 @@ def _encode_alt(alt: AltRows | None) -> sampler_pb2.AltTokens | None:
 
 def _encode_phase(phase: Ready | Loaded) -> sampler_pb2.ReceiveSnapshotResponse:
     if isinstance(phase, Ready):
-        return sampler_pb2.ReceiveSnapshotResponse(ready=sampler_pb2.SnapshotReady())
+        return sampler_pb2.ReceiveSnapshotResponse(ready=phase.splits)
     return sampler_pb2.ReceiveSnapshotResponse(
         loaded=sampler_pb2.SnapshotLoaded(digest=phase.digest, pause_s=phase.pause_s)
     )

@@ -13,16 +13,21 @@ import logging
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 
-from fovea.wire.manifest import SnapshotDigest, mixed
+from fovea.wire.manifest import WORD_BYTES, Part, SnapshotDigest, mixed, padded_bytes
 from fovea_weights.shared_memory import allocate, map_memory
+
+# The type stubs of torch.distributed omit half of its exports.
+dist: Any = torch.distributed
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,49 @@ def _mixed_sum(words: Tensor, start: int) -> Tensor:
     if words.is_cuda and words.numel() and _has_kernel(words.device):
         return kernel_sum(words, start)
     return torch_sum(words, start)
+
+
+class PartSums:
+    """The mixed sums of the parts of a snapshot that one worker receives, from which all workers' digest is joined."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._sums: dict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, parts: Iterable[Part], words: Tensor) -> None:
+        """Adds the next parts of the snapshot; `words`, int64 [n], are their bytes, padded."""
+        taken = 0
+        for part in parts:
+            count = padded_bytes(part.spec) // WORD_BYTES
+            if count:
+                own = words[taken : taken + count]
+                self._sums[part.holders].append(_part_sum(part, own, self._first))
+            taken += count
+            self._first += padded_bytes(part.whole) // WORD_BYTES
+
+    def by_holders(self) -> dict[str, int]:
+        """Returns the sums modulo 2^64, by the holders of the parts."""
+        return {holders: sum(int(one) for one in found) % 2**64 for holders, found in self._sums.items()}
+
+
+def _part_sum(part: Part, words: Tensor, first: int) -> Tensor:
+    """Returns the sum of a part's mixed words. The tensor begins at word `first` of the snapshot."""
+    if part.is_whole:
+        return _mixed_sum(words, first)
+    inner_bytes, row_bytes = part.row_bytes
+    row = row_bytes // WORD_BYTES
+    blocks = words.view(-1, sum(end - start for start, end in part.ranges) * inner_bytes // WORD_BYTES)
+    sums, taken = [], 0
+    for start, end in part.ranges:
+        begin, length = start * inner_bytes // WORD_BYTES, (end - start) * inner_bytes // WORD_BYTES
+        piece = blocks[:, taken : taken + length]
+        taken += length
+        if len(blocks) == 1:
+            sums.append(_mixed_sum(piece[0], first + begin))
+            continue
+        rows = torch.arange(len(blocks), device=words.device)[:, None] * row
+        sums.append(mixed(piece, rows + torch.arange(first + begin, first + begin + length, device=words.device)).sum())
+    return torch.stack(sums).sum()
 
 
 def torch_sum(words: Tensor, start: int) -> Tensor:
@@ -102,6 +150,41 @@ def _kernel() -> Any:
         tl.store(sums + block, tl.sum(tl.where(index < count, state, 0), 0))
 
     return triton.jit(mixed_sums, do_not_specialize=["start", "count"])
+
+
+def open_group(
+    store: Any,
+    rank: int,
+    world_size: int,
+    backend: str,
+    device: torch.device,
+    host: str,
+    join: timedelta,
+    broadcast: timedelta,
+) -> Any:
+    """Returns a group of one sender, rank 0, and receivers; blocks until all have joined. With NCCL it does not block.
+
+    Args:
+        store: The group's store.
+        rank: Rank of this process.
+        world_size: Number of members.
+        backend: `gloo`, `nccl` or `cuda_ipc`.
+        device: The device on which data is sent or received; not used by gloo.
+        host: Address of this machine that gloo listens on; if empty, gloo chooses one.
+        join: Deadline for joining.
+        broadcast: Deadline of each broadcast over nccl, which has one timeout for the whole group.
+    """
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = join
+        make = dist.ProcessGroupGloo
+        options._devices = [make.create_device(hostname=host) if host else make.create_default_device()]
+        return make(store, rank, world_size, options)
+    if backend == "cuda_ipc":
+        return SharedGpuGroup.meet(store, rank, world_size, join, device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = broadcast
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)  # it connects at the first broadcast, not here
 
 
 SLICE_BYTES = 128 * 2**20

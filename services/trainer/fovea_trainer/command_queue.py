@@ -193,15 +193,18 @@ class OpenGroup:
     backend: str
     join_timeout_s: float
     broadcast_timeout_s: float
+    part_count: int
     kept: list[str]
 
 
 @dataclass(frozen=True)
 class BroadcastFull:
-    """Gathers a full-parameter snapshot and sends it over an open transfer group. The senders take turns."""
+    """Gathers a full-parameter snapshot and sends to each worker its parts, by `splits`, a serialized SnapshotReady."""
 
     snapshot_id: str
     group_id: str
+    splits: bytes
+    part_count: int
     bucket_bytes: int
     timeout_s: float
 

@@ -4,13 +4,14 @@ import asyncio
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.client.inference import SamplerClient
-from fovea.wire.manifest import buckets
+from fovea.wire.manifest import Part, buckets, parts_of, sender_groups
 from fovea_weights.weight_transfer import device_digest
 from tests.e2e.sampler.reference import ALPHA
 
@@ -43,16 +44,23 @@ def manifest_of(snapshot_id: str, tensors: Tensors, rank: int | None = None) -> 
 
 
 class Sender:
-    """Rank 0 of a group with the workers of one sampler."""
+    """Rank 0 of a group with the workers of one sampler.
 
-    def __init__(self, client: SamplerClient) -> None:
+    Args:
+        is_split: Sends its own parts of tensors to each worker, over a group of its own.
+    """
+
+    def __init__(self, client: SamplerClient, is_split: bool = False) -> None:
         self._client = client
+        self._is_split = is_split
         self.group_id = f"group-{uuid.uuid4().hex[:8]}"
+        self.ready = sampler_pb2.SnapshotReady()
 
     async def join(self, timeout_s: float = _TIMEOUT_S) -> "Sender":
         """Joins the group."""
         timeout = timedelta(seconds=timeout_s)
-        size = 1 + (await self._client.info()).transfer_worker_count
+        self._count = (await self._client.info()).transfer_worker_count if self._is_split else 1
+        size = 2 if self._is_split else 1 + (await self._client.info()).transfer_worker_count
         self._store = dist.TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False)
         request = sampler_pb2.JoinTransferGroupRequest(
             group_id=self.group_id,
@@ -61,10 +69,12 @@ class Sender:
             rank_offset=1,
             world_size=size,
             timeout_s=timeout_s,
+            is_split=self._is_split,
         )
-        prefixed = dist.PrefixStore(self.group_id, self._store)
-        make = asyncio.to_thread(dist.ProcessGroupGloo, prefixed, 0, size, timeout)
-        self._group, _ = await asyncio.gather(make, self._client.join_transfer_group(request))
+        names = [sender_groups(self.group_id, 1, worker)[0] for worker in range(self._count)]
+        stores = [dist.PrefixStore(name if self._is_split else self.group_id, self._store) for name in names]
+        makes = [asyncio.to_thread(dist.ProcessGroupGloo, prefixed, 0, size, timeout) for prefixed in stores]
+        *self._groups, _ = await asyncio.gather(*makes, self._client.join_transfer_group(request))
         return self
 
     async def push(
@@ -80,6 +90,7 @@ class Sender:
         request = sampler_pb2.ReceiveSnapshotRequest(group_id=self.group_id, manifest=manifest, timeout_s=timeout_s)
         async for response in self._client.receive_snapshot(request):
             if response.WhichOneof("phase") == "ready":
+                self.ready = response.ready
                 await asyncio.to_thread(self.broadcast, manifest, tensors)
             else:
                 return response.loaded
@@ -87,13 +98,25 @@ class Sender:
 
     def broadcast(self, manifest: weights_pb2.SnapshotManifest, tensors: Tensors, bucket_count: int = 1 << 30) -> None:
         """Sends the first `bucket_count` buckets."""
+        rests = [iter(parts_of(manifest.tensors, self.ready, worker, self._count)) for worker in range(self._count)]
         for specs in buckets(manifest.tensors, manifest.bucket_bytes)[:bucket_count]:
-            self._group.broadcast(torch.cat([_padded(tensors[spec.name]) for spec in specs]), 0).wait()
+            for group, rest in zip(self._groups, rests, strict=True):
+                data = torch.cat([_padded(_cut(part, tensors[part.spec.name])) for part in islice(rest, len(specs))])
+                if data.numel():
+                    group.broadcast(data, 0).wait()
 
     def vanish(self) -> None:
         """Disconnects without notice, as a killed trainer does."""
-        self._group.abort()
-        del self._group, self._store
+        for group in self._groups:
+            group.abort()
+        del self._groups, self._store
+
+
+def _cut(part: Part, tensor: torch.Tensor) -> torch.Tensor:
+    if part.is_whole:
+        return tensor
+    rows = [index for start, end in part.ranges for index in range(start, end)]
+    return tensor.index_select(part.dimension, torch.tensor(rows, dtype=torch.int64))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

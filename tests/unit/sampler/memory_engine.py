@@ -107,14 +107,16 @@ class MemoryEngine:
         if not manifest.tensors:
             raise InvalidInput("manifest: the manifest lists no tensors", field="manifest")
 
-    async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
+    async def start_receive(
+        self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float
+    ) -> tuple[str, sampler_pb2.SnapshotReady]:
         """Starts to receive. Refuses manifests without tensors."""
         if not manifest.tensors:
             raise InvalidInput("manifest: the manifest lists no tensors", field="manifest")
         task_id = f"task-{len(self.digests)}"
         self.tasks[task_id] = manifest
         self.digests[task_id] = manifest.snapshot.digest
-        return task_id
+        return task_id, sampler_pb2.SnapshotReady()
 
     async def wait_received(self, task_id: str, timeout_s: float) -> str:
         """Waits for `arrived`."""

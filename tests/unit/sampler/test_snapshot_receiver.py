@@ -1,22 +1,25 @@
-"""Two ranks of a trainer send in turns to the two workers of a sampler, over gloo."""
+"""Two ranks of a trainer send in turns to the two workers of a sampler, over gloo: everything, or its parts to each."""
 
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.manifest import buckets, padded_bytes
+from fovea.wire.manifest import buckets, joined_digest, padded_bytes, parts_of
 from fovea_sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
-from fovea_trainer.weights.snapshot_store import packed, specs_of
+from fovea_trainer.weights.snapshot_store import packed, packed_parts, specs_of
 from fovea_trainer.weights.transfer_groups import SenderGroup, TransferGroups
 from fovea_weights.weight_transfer import device_digest
 
 GROUP, WORKERS, SENDERS, BUCKET_BYTES = "g", 2, 2, 256
 TENSORS = {f"layer.{index}": torch.randn(5 + 11 * index) for index in range(7)} | {"last": torch.ones(3).bfloat16()}
 MANIFEST = weights_pb2.SnapshotManifest(tensors=specs_of(TENSORS), bucket_bytes=BUCKET_BYTES)
+WHOLE = sampler_pb2.SnapshotReady()
 
 
 @pytest.fixture
@@ -32,28 +35,30 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _met(
-    senders: list[TransferGroups], threads: ThreadPoolExecutor
+    senders: list[TransferGroups], threads: ThreadPoolExecutor, is_split: bool = False
 ) -> tuple[list[SenderGroup], list[SnapshotReceiver]]:
-    receivers = [SnapshotReceiver(torch.device("cpu"), rank) for rank in range(WORKERS)]
+    receivers = [SnapshotReceiver(torch.device("cpu"), rank, WORKERS) for rank in range(WORKERS)]
+    size = 2 if is_split else 1 + WORKERS
     request = sampler_pb2.JoinTransferGroupRequest(
         group_id=GROUP,
         master_address=senders[0].address,
         master_port=senders[0].port,
         rank_offset=1,
-        world_size=1 + WORKERS,
+        world_size=size,
         timeout_s=20,
         sender_count=SENDERS,
+        is_split=is_split,
     )
     for receiver in receivers:
         receiver.start_join("join", request, "gloo")
     # One after the other, as the ranks of a trainer do.
-    groups = [each.open(GROUP, 1 + WORKERS, "gloo", 20, 20) for each in senders]
+    groups = [each.open(GROUP, size, WORKERS if is_split else 0, "gloo", 20, 20) for each in senders]
     for receiver in receivers:
-        assert _ended(receiver, "join") == {"phase": "done", "error": "", "digest": ""}
+        assert _ended(receiver, "join")["phase"] == "done"
     return groups, receivers
 
 
-def _ended(receiver: SnapshotReceiver, task: str) -> dict[str, str]:
+def _ended(receiver: SnapshotReceiver, task: str) -> dict[str, Any]:
     deadline = time.monotonic() + 30
     while (report := receiver.report(task))["phase"] == "running":
         assert time.monotonic() < deadline
@@ -78,16 +83,91 @@ def test_every_worker_gets_all_in_order(senders: list[TransferGroups], threads: 
     arrived: list[Arrival] = []
     for attempt in ("first", "second"):
         for receiver in receivers:
-            receiver.start_receive(attempt, GROUP, MANIFEST, 20, lambda arrival: arrival)
+            receiver.start_receive(attempt, GROUP, MANIFEST, 20, lambda arrival: arrival, WHOLE)
         list(threads.map(_send, groups, range(SENDERS)))
         for receiver in receivers:
-            assert _ended(receiver, attempt) == {"phase": "done", "error": "", "digest": digest.hexdigest()}
+            report = _ended(receiver, attempt)
+            assert (report["phase"], report["digest"]) == ("done", digest.hexdigest())
             arrived.append(receiver.arrival(attempt))
     for arrival in arrived:
-        found = dict(arrival.tensors())
+        found = dict(arrival.tensors(torch.device("cpu")))
         assert list(found) == list(TENSORS)
         assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     assert sum(map(padded_bytes, specs)) == sum(buffer.numel() for buffer in arrived[0].buffers)
+
+
+DIVIDED: dict[str, tuple[torch.Tensor, int, list[list[int]]]] = {
+    "rows": (torch.randn(7, 6), 0, [[0, 4], [4, 7]]),
+    "whole": (torch.randn(5), 0, []),
+    "columns": (torch.randn(3, 8).bfloat16(), 1, [[0, 4], [4, 8]]),
+    "halves of two": (torch.randn(3, 8, 5, 2), 1, [[0, 2, 4, 6], [2, 4, 6, 8]]),
+    "an expert of the second": (torch.randn(4, 2), 0, [[], [0, 4]]),
+    "both have all but rows": (torch.randn(40, 2), 0, [[0, 20], [20, 40]]),
+}
+"""Tensors, and the dimension and bounds of each worker's part."""
+
+
+def _division() -> sampler_pb2.SnapshotReady:
+    ready = sampler_pb2.SnapshotReady()
+    for _, dimension, bounds in DIVIDED.values():
+        ready.split_of.append(len(ready.splits) + 1 if bounds else 0)
+        if bounds:
+            ready.splits.add(dimension=dimension, parts=[weights_pb2.TensorPart(bounds=one) for one in bounds])
+    return ready
+
+
+def _rows(dimension: int, bounds: list[int], tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a mask of a worker's part, by another way than the code under test."""
+    mask = torch.zeros(tensor.shape, dtype=torch.bool).movedim(dimension, 0)
+    for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+        mask[start:end] = True
+    return mask.movedim(0, dimension)
+
+
+def test_each_worker_of_a_split_group_gets_its_parts(
+    senders: list[TransferGroups], threads: ThreadPoolExecutor
+) -> None:
+    """Together they prove the digest of the whole snapshot. Elsewhere a tensor is NaN."""
+    tensors = {name: tensor for name, (tensor, _, _) in DIVIDED.items()}
+    manifest = weights_pb2.SnapshotManifest(tensors=specs_of(tensors), bucket_bytes=BUCKET_BYTES)
+    groups, receivers = _met(senders, threads, is_split=True)
+    ready = _division()
+
+    def send(group: SenderGroup, sender: int) -> None:
+        cuts = [iter(parts_of(manifest.tensors, ready, worker, WORKERS)) for worker in range(WORKERS)]
+        rest = iter(tensors.values())
+        for number, specs in enumerate(buckets(manifest.tensors, BUCKET_BYTES)):
+            parts = [list(islice(cut, len(specs))) for cut in cuts]
+            payloads = packed_parts(parts, list(islice(rest, len(specs))))
+            for worker, data in enumerate(payloads):
+                if number % SENDERS == sender and data.numel():
+                    group.send(data, 20, worker)
+
+    for receiver in receivers:
+        receiver.start_receive("task", GROUP, manifest, 20, lambda arrival: arrival, ready)
+    list(threads.map(send, groups, range(SENDERS)))
+    reports = [_ended(receiver, "task") for receiver in receivers]
+    assert [report["phase"] for report in reports] == ["done", "done"]
+    digest = device_digest()
+    digest.add(manifest.tensors, packed(list(manifest.tensors), tensors.values()).view(torch.int64))
+    sums = [report["sums"] for report in reports]
+    assert joined_digest(manifest.tensors, sums) == digest.hexdigest()
+    assert all(report["digest"] == "" for report in reports)
+    for worker, receiver in enumerate(receivers):
+        found = dict(receiver.arrival("task").tensors(torch.device("cpu")))
+        size_bytes = 0
+        for name, (tensor, dimension, bounds) in DIVIDED.items():
+            own = _rows(dimension, bounds[worker], tensor) if bounds else torch.ones(tensor.shape, dtype=torch.bool)
+            size_bytes += -(-int(own.sum()) * tensor.element_size() // 8) * 8
+            if not own.any():
+                assert name not in found
+                continue
+            assert torch.equal(found[name][own], tensor[own])
+            assert found[name][~own].isnan().all()
+        assert reports[worker]["size_bytes"] == size_bytes
+    sums[0]["0,1"] += 1
+    with pytest.raises(ValueError, match="workers 0,1 received different bytes"):
+        joined_digest(manifest.tensors, sums)
 
 
 def test_a_sender_hears_that_the_group_was_closed(senders: list[TransferGroups], threads: ThreadPoolExecutor) -> None:
@@ -105,7 +185,7 @@ def test_a_worker_that_leaves_ends_the_transfer_of_all(
     senders: list[TransferGroups], threads: ThreadPoolExecutor
 ) -> None:
     groups, receivers = _met(senders, threads)
-    receivers[0].start_receive("task", GROUP, MANIFEST, 2, lambda arrival: arrival)
+    receivers[0].start_receive("task", GROUP, MANIFEST, 2, lambda arrival: arrival, WHOLE)
     receivers[1].leave(GROUP)
     sending = [threads.submit(_send, group, sender) for sender, group in enumerate(groups)]
     with pytest.raises(RuntimeError):

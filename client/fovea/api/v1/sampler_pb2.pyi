@@ -260,7 +260,7 @@ class SnapshotTokens(_message.Message):
     def __init__(self, snapshot_id: _Optional[str] = ..., token_count: _Optional[int] = ...) -> None: ...
 
 class JoinTransferGroupRequest(_message.Message):
-    __slots__ = ("group_id", "master_address", "master_port", "rank_offset", "world_size", "timeout_s", "sender_count")
+    __slots__ = ("group_id", "master_address", "master_port", "rank_offset", "world_size", "timeout_s", "sender_count", "is_split")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MASTER_PORT_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +268,7 @@ class JoinTransferGroupRequest(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SENDER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IS_SPLIT_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     master_address: str
     master_port: int
@@ -275,7 +276,8 @@ class JoinTransferGroupRequest(_message.Message):
     world_size: int
     timeout_s: float
     sender_count: int
-    def __init__(self, group_id: _Optional[str] = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., rank_offset: _Optional[int] = ..., world_size: _Optional[int] = ..., timeout_s: _Optional[float] = ..., sender_count: _Optional[int] = ...) -> None: ...
+    is_split: bool
+    def __init__(self, group_id: _Optional[str] = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., rank_offset: _Optional[int] = ..., world_size: _Optional[int] = ..., timeout_s: _Optional[float] = ..., sender_count: _Optional[int] = ..., is_split: bool = ...) -> None: ...
 
 class JoinTransferGroupResponse(_message.Message):
     __slots__ = ("instance_id",)
@@ -312,8 +314,12 @@ class ReceiveSnapshotResponse(_message.Message):
     def __init__(self, ready: _Optional[_Union[SnapshotReady, _Mapping]] = ..., loaded: _Optional[_Union[SnapshotLoaded, _Mapping]] = ...) -> None: ...
 
 class SnapshotReady(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("splits", "split_of")
+    SPLITS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_OF_FIELD_NUMBER: _ClassVar[int]
+    splits: _containers.RepeatedCompositeFieldContainer[_weights_pb2.TensorSplit]
+    split_of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, splits: _Optional[_Iterable[_Union[_weights_pb2.TensorSplit, _Mapping]]] = ..., split_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SnapshotLoaded(_message.Message):
     __slots__ = ("digest", "pause_s")

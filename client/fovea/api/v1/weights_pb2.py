@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66ovea/api/v1/weights.proto\x12\x0c\x66ovea.api.v1\"\x8d\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12(\n\x04kind\x18\x05 \x01(\x0e\x32\x1a.fovea.api.v1.SnapshotKind\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\"\x94\x01\n\nLoraConfig\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x17\n\x0ftrain_attention\x18\x04 \x01(\x08\x12\x11\n\ttrain_mlp\x18\x05 \x01(\x08\x12\x19\n\x11train_unembedding\x18\x06 \x01(\x08\x12\x14\n\x0ctrain_vision\x18\x07 \x01(\x08\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\xa5\x01\n\x10SnapshotManifest\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.fovea.api.v1.Snapshot\x12)\n\x07tensors\x18\x02 \x03(\x0b\x32\x18.fovea.api.v1.TensorSpec\x12&\n\x04lora\x18\x03 \x01(\x0b\x32\x18.fovea.api.v1.LoraConfig\x12\x14\n\x0c\x62ucket_bytes\x18\x04 \x01(\x03*`\n\x0cSnapshotKind\x12\x1d\n\x19SNAPSHOT_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12SNAPSHOT_KIND_FULL\x10\x01\x12\x19\n\x15SNAPSHOT_KIND_ADAPTER\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66ovea/api/v1/weights.proto\x12\x0c\x66ovea.api.v1\"\x8d\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12(\n\x04kind\x18\x05 \x01(\x0e\x32\x1a.fovea.api.v1.SnapshotKind\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\"\x94\x01\n\nLoraConfig\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x17\n\x0ftrain_attention\x18\x04 \x01(\x08\x12\x11\n\ttrain_mlp\x18\x05 \x01(\x08\x12\x19\n\x11train_unembedding\x18\x06 \x01(\x08\x12\x14\n\x0ctrain_vision\x18\x07 \x01(\x08\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\xa5\x01\n\x10SnapshotManifest\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.fovea.api.v1.Snapshot\x12)\n\x07tensors\x18\x02 \x03(\x0b\x32\x18.fovea.api.v1.TensorSpec\x12&\n\x04lora\x18\x03 \x01(\x0b\x32\x18.fovea.api.v1.LoraConfig\x12\x14\n\x0c\x62ucket_bytes\x18\x04 \x01(\x03\"I\n\x0bTensorSplit\x12\x11\n\tdimension\x18\x01 \x01(\x05\x12\'\n\x05parts\x18\x02 \x03(\x0b\x32\x18.fovea.api.v1.TensorPart\"\x1c\n\nTensorPart\x12\x0e\n\x06\x62ounds\x18\x01 \x03(\x03*`\n\x0cSnapshotKind\x12\x1d\n\x19SNAPSHOT_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12SNAPSHOT_KIND_FULL\x10\x01\x12\x19\n\x15SNAPSHOT_KIND_ADAPTER\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fovea.api.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SNAPSHOTKIND']._serialized_start=565
-  _globals['_SNAPSHOTKIND']._serialized_end=661
+  _globals['_SNAPSHOTKIND']._serialized_start=670
+  _globals['_SNAPSHOTKIND']._serialized_end=766
   _globals['_SNAPSHOT']._serialized_start=45
   _globals['_SNAPSHOT']._serialized_end=186
   _globals['_LORACONFIG']._serialized_start=189
@@ -41,4 +41,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENSORSPEC']._serialized_end=395
   _globals['_SNAPSHOTMANIFEST']._serialized_start=398
   _globals['_SNAPSHOTMANIFEST']._serialized_end=563
+  _globals['_TENSORSPLIT']._serialized_start=565
+  _globals['_TENSORSPLIT']._serialized_end=638
+  _globals['_TENSORPART']._serialized_start=640
+  _globals['_TENSORPART']._serialized_end=668
 # @@protoc_insertion_point(module_scope)

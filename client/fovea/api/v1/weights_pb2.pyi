@@ -71,3 +71,17 @@ class SnapshotManifest(_message.Message):
     lora: LoraConfig
     bucket_bytes: int
     def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., lora: _Optional[_Union[LoraConfig, _Mapping]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
+
+class TensorSplit(_message.Message):
+    __slots__ = ("dimension", "parts")
+    DIMENSION_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    dimension: int
+    parts: _containers.RepeatedCompositeFieldContainer[TensorPart]
+    def __init__(self, dimension: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[TensorPart, _Mapping]]] = ...) -> None: ...
+
+class TensorPart(_message.Message):
+    __slots__ = ("bounds",)
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, bounds: _Optional[_Iterable[int]] = ...) -> None: ...

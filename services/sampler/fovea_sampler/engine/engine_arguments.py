@@ -178,14 +178,14 @@ def room_for_pushes(
 
     Args:
         wanted: The setting `full_push_room`.
-        weights_bytes: Bytes of the whole model: each worker receives all of it.
+        weights_bytes: Bytes of the whole model.
         engine_bytes: Bytes of each GPU that the engine may use.
-        tensor_parallel: GPUs over which the model is split.
+        tensor_parallel: GPUs over which the model is split. Each receives its part of pushed weights.
 
     Raises ValueError if `always` would leave no KV cache.
     """
-    room = weights_bytes + WORKING_BYTES
-    cache = engine_bytes - weights_bytes // tensor_parallel
+    part_bytes = weights_bytes // tensor_parallel
+    room, cache = part_bytes + WORKING_BYTES, engine_bytes - part_bytes
     if wanted == "always" and room >= cache:
         raise ValueError(
             f"--full-push-room always needs {room / 2**30:.1f} GiB of each GPU, but beside the model the engine has "

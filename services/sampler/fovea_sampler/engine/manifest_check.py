@@ -1,21 +1,32 @@
-"""Checks a manifest against the model before any tensor is sent, because vLLM would fail with a half-loaded model."""
+"""Compares manifests with the model before any tensor is sent.
+
+vLLM would fail with a half-loaded model, so `ManifestChecker` refuses what does not fit. `SplitTable` tells which parts
+of each tensor each worker needs, as `LoadTrace` has found them.
+"""
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fovea.api.v1 import weights_pb2
-from fovea.wire.manifest import layout_of
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.wire.manifest import WORD_BYTES, Part, layout_of
 
 Shape = tuple[int, ...]
 Rename = Callable[[str], str]
 """Maps a checkpoint's parameter name to vLLM's, so that old and new spellings of one name compare equal."""
 ExpertSizes = tuple[int, int, int]
 """The number of experts, the inner width of one expert, and the width of the model."""
+
+Reads = tuple[int, tuple[int, ...]]
+"""The elements of a tensor that a worker reads: a dimension, and start and end of each range of its indices in turn."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_PASSED = 256
@@ -206,3 +217,139 @@ def _shared_outer(sizes: ExpertSizes, part: str, half: str, rank: int) -> list[i
     if half == "lora_A":
         return [experts, rank, inner] if part == "w2" else [1, rank, outer]
     return [1, outer, rank] if part == "w2" else [experts, inner, rank]
+
+
+class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A record of the elements of a checkpoint's tensors that vLLM's loaders of weights read, for any model class.
+
+    A model loads `tensors` while the mode is active. They have no values: the views of them that loaders take tell
+    which elements are read. The mode drops all writes, so the model stays as it is.
+
+    Args:
+        shapes: The shapes of the checkpoint's tensors, keyed by their names.
+        dtype: Their type.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        self._names = {_storage(tensor): name for name, tensor in self.tensors.items()}
+        self._boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {name: set() for name in shapes}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns):
+            return func(*args, **kwargs)  # a view
+        found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        for tensor in found:
+            self._note(tensor)
+        if func._schema.is_mutable:
+            return kwargs.get("out", args[0])
+        if any(tensor.is_meta for tensor in found):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return torch.zeros((), dtype=args[0].dtype).item()
+            if "device" in kwargs:
+                kwargs["device"] = torch.device("meta")
+        return func(*args, **kwargs)
+
+    def reads(self) -> dict[str, Reads]:
+        """Returns the elements read of each tensor, or more of them: those of one range of indices or of several."""
+        return {name: _reads_of(boxes, tuple(self.tensors[name].shape)) for name, boxes in self._boxes.items()}
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        name = self._names.get(_storage(tensor)) if tensor.is_meta else None
+        if name is not None and tensor.numel():
+            self._boxes[name].add(_box_of(tensor, tuple(self.tensors[name].shape)))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _box_of(view: torch.Tensor, shape: Shape) -> tuple[tuple[int, int], ...]:
+    """Returns the start and end of a view along each dimension of its contiguous tensor; of all of it if unclear."""
+    sizes = {stride: size for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1 and stride}
+    rest, box = int(view.storage_offset()), []
+    for place, extent in enumerate(shape):
+        stride = math.prod(shape[place + 1 :])
+        start, rest = divmod(rest, stride)
+        end = start + sizes.pop(stride, 1)
+        if end > extent:
+            break
+        box.append((start, end))
+    return tuple(box) if len(box) == len(shape) and not sizes else tuple((0, extent) for extent in shape)
+
+
+def _reads_of(boxes: Iterable[tuple[tuple[int, int], ...]], shape: Shape) -> Reads:
+    """Returns the indices along one dimension that contain all boxes."""
+    unions = [_union(along) for along in zip(*boxes, strict=True)]
+    if not unions:
+        return 0, ()
+    divided = [place for place, union in enumerate(unions) if union != (0, shape[place])]
+    return (divided[0], unions[divided[0]]) if len(divided) == 1 else (0, (0, shape[0]))
+
+
+def _union(ranges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """Returns the bounds of the union of ranges: start and end of each in turn."""
+    bounds: list[int] = []
+    for start, end in sorted(set(ranges)):
+        if bounds and start <= bounds[-1]:
+            bounds[-1] = max(bounds[-1], end)
+        else:
+            bounds += [start, end]
+    return tuple(bounds)
+
+
+class SplitTable:
+    """The division of full weights over the workers of an engine.
+
+    Args:
+        reads: The elements that each worker reads, by vLLM's names of the checkpoint's tensors.
+        rename: Maps the checkpoint's names to vLLM's.
+    """
+
+    def __init__(self, reads: Sequence[Mapping[str, Reads]], rename: Rename) -> None:
+        self._reads = reads
+        self._rename = rename
+        self._last: tuple[bytes, sampler_pb2.SnapshotReady] = b"", sampler_pb2.SnapshotReady()
+
+    def ready(self, manifest: weights_pb2.SnapshotManifest) -> sampler_pb2.SnapshotReady:
+        """Returns the division of a checked manifest of full weights."""
+        key = layout_of(manifest)
+        if key != self._last[0]:
+            self._last = key, self._divided(manifest)
+        return self._last[1]
+
+    def _divided(self, manifest: weights_pb2.SnapshotManifest) -> sampler_pb2.SnapshotReady:
+        ready, numbers = sampler_pb2.SnapshotReady(), dict[Any, int]()
+        for spec in manifest.tensors:
+            split = self._split_of(spec)
+            if split is None:
+                ready.split_of.append(0)
+                continue
+            if split not in numbers:
+                numbers[split] = len(numbers) + 1
+                ready.splits.add(dimension=split[0], parts=[weights_pb2.TensorPart(bounds=one) for one in split[1]])
+            ready.split_of.append(numbers[split])
+        return ready
+
+    def _split_of(self, spec: weights_pb2.TensorSpec) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+        """Returns the dimension and the bounds of each worker's part; None if every worker must receive all of it.
+
+        The parts must cover the tensor without overlapping, or no digest of the whole could be joined from theirs.
+        """
+        name, shape = self._rename(spec.name), tuple(spec.shape)
+        if not shape or any(name not in reads for reads in self._reads):
+            return None
+        found = [reads[name] for reads in self._reads]
+        divided = {place for place, bounds in found if bounds and bounds != (0, shape[place])}
+        place = divided.pop() if divided else 0
+        bounds = tuple((0, shape[place]) if own == (0, shape[at]) else own for at, own in found)
+        if divided or all(own == (0, shape[place]) for own in bounds):
+            return None
+        ranges = sorted(pair for own in set(bounds) for pair in zip(own[::2], own[1::2], strict=True))
+        ends = [0, *(end for _, end in ranges)]
+        inner_bytes, row_bytes = Part(spec, spec, place, (), "").row_bytes
+        is_even = not row_bytes % WORD_BYTES and not any(end * inner_bytes % WORD_BYTES for end in ends)
+        covers = [start for start, _ in ranges] == ends[:-1] and ends[-1] == shape[place]
+        return (place, bounds) if covers and is_even else None

@@ -11,18 +11,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from itertools import cycle, groupby
+from itertools import cycle, groupby, islice
 from typing import Any, Literal
 
 import torch
 import torch.distributed
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.manifest import buckets, padded_bytes, sender_groups, tensor_bytes
+from fovea.wire.manifest import Part, buckets, padded_bytes, parts_of, sender_groups, tensor_bytes
 from fovea_sampler.engine.engine_arguments import WORKING_BYTES
-from fovea_weights.weight_transfer import SharedGpuGroup, device_digest
+from fovea_weights.weight_transfer import PartSums, device_digest, open_group
 
 # The type stubs of torch.distributed omit half of its exports.
 dist: Any = torch.distributed
@@ -32,17 +32,47 @@ logger = logging.getLogger(__name__)
 Phase = Literal["running", "done", "failed"]
 
 
+@dataclass(frozen=True)
+class Receipt:
+    """The facts of what a task has received.
+
+    Attributes:
+        digest: The digest of the tensors; empty if this worker received parts of them, or nothing.
+        sums: Of parts: the sums of their mixed words, by the workers that receive them; see `joined_digest`.
+        size_bytes: The bytes received.
+    """
+
+    digest: str = ""
+    sums: dict[str, int] = field(default_factory=dict)
+    size_bytes: int = 0
+
+
 @dataclass
 class Arrival:
-    """The tensors of one received snapshot: the bytes of each bucket of the manifest, uint8 [n]."""
+    """The tensors of one received snapshot.
+
+    Attributes:
+        manifest: The manifest of the snapshot.
+        parts: The parts of tensors that this worker received, for each bucket of the manifest.
+        buffers: Their bytes, uint8 [n] for each bucket.
+    """
 
     manifest: weights_pb2.SnapshotManifest
+    parts: list[list[Part]]
     buffers: list[torch.Tensor]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the name and the tensor of each entry, in the manifest's order, as views of the received bytes."""
-        for specs, buffer in zip(_buckets(self.manifest), self.buffers, strict=True):
-            yield from _cut(specs, buffer)
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the name and the tensor of each entry, in the manifest's order, without those that have no part here.
+
+        A whole tensor is a view of the received bytes. Of the others only one is made at a time, on `device`, with NaN
+        in place of what did not arrive: a loader that read it would be noticed.
+        """
+        for parts, buffer in zip(self.parts, self.buffers, strict=True):
+            for part, (_, own) in zip(parts, _cut([part.spec for part in parts], buffer), strict=True):
+                if part.is_whole:
+                    yield part.spec.name, own
+                elif own.numel():
+                    yield part.spec.name, _placed(part, own, device)
 
     def take_runs(self) -> Iterator[torch.Tensor]:
         """Yields the tensors, with their padding, concatenated into runs [n] of one element type each.
@@ -68,24 +98,26 @@ class Task:
     def __init__(self) -> None:
         self._phase: Phase = "running"
         self._error = ""
-        self._digest = ""
+        self._receipt = Receipt()
 
-    def run(self, work: Callable[[], str]) -> None:
-        """Runs `work`, which returns the digest of the received tensors, or an empty string if there are none."""
+    def run(self, work: Callable[[], Receipt]) -> None:
+        """Runs `work`."""
         try:
-            self._digest = work()
+            self._receipt = work()
             self._phase = "done"
         except Exception as error:  # `report` passes any failure of the thread on to the service
             self._error = f"{type(error).__name__}: {error}"
             self._phase = "failed"
 
-    def report(self) -> dict[str, str]:
-        """Returns the phase, the error and the digest of the task."""
-        return {"phase": self._phase, "error": self._error, "digest": self._digest}
+    def report(self) -> dict[str, Any]:
+        """Returns the phase, the error and the receipt of the task."""
+        return {"phase": self._phase, "error": self._error, **asdict(self._receipt)}
 
 
 class TransferGroupMember:
     """One worker's membership in a transfer group. Rank 0, the trainer, broadcasts bytes to the other ranks.
+
+    In a split group each worker of a sampler receives bytes of its own.
 
     The group consists of one private process group of torch per sender, instead of torch's default group. The senders
     broadcast in rotation. The constructor blocks until all members have joined.
@@ -107,17 +139,27 @@ class TransferGroupMember:
         self._store = dist.TCPStore(
             request.master_address, request.master_port, request.world_size, False, timeout, wait_for_workers=False
         )
-        host, rank = _own_address(request), request.rank_offset + worker_rank
+        self.is_split = request.is_split
+        host, rank = _own_address(request), request.rank_offset + (0 if self.is_split else worker_rank)
         self._groups = [
-            _open(dist.PrefixStore(name, self._store), rank, request.world_size, timeout, backend, self._device, host)
-            for name in sender_groups(request.group_id, request.sender_count)
+            open_group(
+                dist.PrefixStore(name, self._store),
+                rank,
+                request.world_size,
+                backend,
+                self._device,
+                host,
+                timeout,
+                timeout,
+            )
+            for name in sender_groups(request.group_id, request.sender_count, worker_rank if self.is_split else None)
         ]
 
     def receive(self, sizes: Iterable[int], ahead: bool, deadline: float) -> Iterator[torch.Tensor]:
         """Yields the broadcasts of a snapshot, uint8 [size] each, on the group's device.
 
         Args:
-            sizes: The size of each broadcast in bytes.
+            sizes: The size of each broadcast in bytes; nothing is sent for 0.
             ahead: True to receive one broadcast of every sender at a time, False to receive a single one at a time.
             deadline: The time limit, by `time.monotonic`.
 
@@ -131,7 +173,7 @@ class TransferGroupMember:
             options = dist.BroadcastOptions()
             options.rootRank = 0
             options.timeout = _until(deadline)
-            under_way.append((buffer, group.broadcast([buffer], options)))
+            under_way.append((buffer, group.broadcast([buffer], options) if size_bytes else None))
         while under_way:
             yield _ended(*under_way.popleft(), deadline)
 
@@ -199,9 +241,10 @@ class SnapshotOffload:
 class SnapshotReceiver:
     """All transfer groups and received snapshots of one worker."""
 
-    def __init__(self, device: torch.device, worker_rank: int) -> None:
+    def __init__(self, device: torch.device, worker_rank: int, worker_count: int) -> None:
         self._device = device
         self._worker_rank = worker_rank
+        self._worker_count = worker_count
         # All arrivals share one stream: torch's allocator caches memory per stream, and a new stream could not reuse
         # it.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -214,11 +257,15 @@ class SnapshotReceiver:
         """Starts to join a group over `gloo`, `nccl` or `cuda_ipc`, after leaving an earlier group of the same name."""
         self.leave(request.group_id)
 
-        def join() -> str:
+        def join() -> Receipt:
             self._groups[request.group_id] = TransferGroupMember(request, self._worker_rank, backend, self._device)
-            return ""
+            return Receipt()
 
         self._start(task_id, join)
+
+    def is_split(self, group_id: str) -> bool:
+        """Returns True if the workers receive parts over a group. Raises KeyError for one that was not joined."""
+        return self._groups[group_id].is_split
 
     def start_receive(
         self,
@@ -227,6 +274,7 @@ class SnapshotReceiver:
         manifest: weights_pb2.SnapshotManifest,
         timeout_s: float,
         finish: Callable[[Arrival], Any],
+        ready: sampler_pb2.SnapshotReady,
     ) -> None:
         """Starts to receive the broadcasts of one snapshot. Raises KeyError for a group that was not joined.
 
@@ -236,24 +284,26 @@ class SnapshotReceiver:
             manifest: The manifest of the snapshot.
             timeout_s: Seconds within which the snapshot must arrive.
             finish: Called with the Arrival on the receiving thread; `arrival` returns its result.
+            ready: The division of the tensors over the workers.
         """
         group = self._groups[group_id]
         deadline = time.monotonic() + timeout_s
 
-        def receive() -> str:
+        def receive() -> Receipt:
+            parts = parts_of(manifest.tensors, ready, self._worker_rank, self._worker_count)
             with torch.cuda.stream(self._stream):
-                arrival, digest = self._receive(group, manifest, deadline)
+                arrival, receipt = self._receive(group, manifest, parts, deadline)
                 if self._stream is not None:
                     self._stream.synchronize()  # `finish` may read host memory to which copies are still running
                 finished = finish(arrival)
             if self._stream is not None:
                 self._stream.synchronize()
             self._arrivals[task_id] = finished
-            return digest
+            return receipt
 
         self._start(task_id, receive)
 
-    def report(self, task_id: str) -> dict[str, str]:
+    def report(self, task_id: str) -> dict[str, Any]:
         """Returns the report of a task. Raises KeyError for an unknown one."""
         return self._tasks[task_id].report()
 
@@ -273,21 +323,27 @@ class SnapshotReceiver:
             group.close()
 
     def _receive(
-        self, group: TransferGroupMember, manifest: weights_pb2.SnapshotManifest, deadline: float
-    ) -> tuple[Arrival, str]:
-        """Receives all broadcasts of a snapshot; returns the arrival and the digest of its tensors."""
-        broadcasts = _buckets(manifest)
-        sizes = [sum(map(padded_bytes, specs)) for specs in broadcasts]
+        self, group: TransferGroupMember, manifest: weights_pb2.SnapshotManifest, parts: list[Part], deadline: float
+    ) -> tuple[Arrival, Receipt]:
+        """Receives all broadcasts of a snapshot; returns the arrival and the receipt of its tensors."""
+        rest = iter(parts)
+        broadcasts = [list(islice(rest, len(specs))) for specs in _buckets(manifest)]
+        sizes = [sum(padded_bytes(part.spec) for part in bucket) for bucket in broadcasts]
         stays = self._offload.fits(sum(sizes))
         buffers: list[torch.Tensor] = []
-        digest = device_digest()
-        for specs, received in zip(broadcasts, group.receive(sizes, stays, deadline), strict=True):
+        digest, sums = device_digest(), PartSums()
+        for bucket, received in zip(broadcasts, group.receive(sizes, stays, deadline), strict=True):
             buffer = received.to(self._device)
-            digest.add(specs, buffer.view(torch.int64))
+            words = buffer.view(torch.int64)
+            if group.is_split:
+                sums.add(bucket, words)
+            else:
+                digest.add([part.spec for part in bucket], words)
             buffers.append(buffer if stays else self._offload.to_host(buffer))
-        return Arrival(manifest, buffers), digest.hexdigest()
+        found = "" if group.is_split else digest.hexdigest()
+        return Arrival(manifest, broadcasts, buffers), Receipt(found, sums.by_holders(), sum(sizes))
 
-    def _start(self, task_id: str, work: Callable[[], str]) -> None:
+    def _start(self, task_id: str, work: Callable[[], Receipt]) -> None:
         task = self._tasks[task_id] = Task()
         threading.Thread(target=task.run, args=(work,), name=f"transfer-{task_id}", daemon=True).start()
 
@@ -300,7 +356,8 @@ def _until(deadline: float) -> timedelta:
 
 
 def _ended(buffer: torch.Tensor, work: Any, deadline: float) -> torch.Tensor:
-    work.wait(_until(deadline))
+    if work is not None:
+        work.wait(_until(deadline))
     return buffer
 
 
@@ -308,22 +365,6 @@ def _own_address(request: sampler_pb2.JoinTransferGroupRequest) -> str:
     """Returns the address that this machine uses to reach the sender."""
     with socket.create_connection((request.master_address, request.master_port), request.timeout_s) as connection:
         return str(connection.getsockname()[0])
-
-
-def _open(
-    store: Any, rank: int, world_size: int, timeout: timedelta, backend: str, device: torch.device, host: str
-) -> Any:
-    if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # listens on that address only
-        return dist.ProcessGroupGloo(store, rank, world_size, options)
-    if backend == "cuda_ipc":
-        return SharedGpuGroup.meet(store, rank, world_size, timeout, device)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    # NCCL connects its members at the first broadcast, not here.
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 def _buckets(manifest: weights_pb2.SnapshotManifest) -> list[list[weights_pb2.TensorSpec]]:
@@ -336,3 +377,14 @@ def _cut(specs: list[weights_pb2.TensorSpec], buffer: torch.Tensor) -> Iterator[
         flat = buffer[offset : offset + tensor_bytes(spec)]
         yield spec.name, flat.view(getattr(torch, spec.dtype)).view(tuple(spec.shape))
         offset += padded_bytes(spec)
+
+
+def _placed(part: Part, own: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor with a part at its place, and NaN elsewhere."""
+    whole = torch.full(tuple(part.whole.shape), torch.nan, dtype=own.dtype, device=device)
+    taken = 0
+    for start, end in part.ranges:
+        length = end - start
+        whole.narrow(part.dimension, start, length).copy_(own.narrow(part.dimension, taken, length))
+        taken += length
+    return whole

@@ -18,7 +18,9 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
+from fovea.wire.manifest import joined_digest
 from fovea.wire.tensors import FeatureTensors
+from fovea_sampler import sampler_metrics
 from fovea_sampler.engine import request_conversion
 from fovea_sampler.engine.openai_serving import OpenAIServing
 from fovea_sampler.engine.vllm_launch import push_room
@@ -50,6 +52,7 @@ class Engine:
         self._settings = settings
         self._checkpoint = checkpoint
         self._task_numbers = itertools.count(1)
+        self._arriving: dict[str, weights_pb2.SnapshotManifest] = {}
         self._kept_caches = 0
         self._in_tower: set[str] = set()
         self._experts_problem, self._expert_row_bytes = "the engine is not ready", 0
@@ -185,18 +188,23 @@ class Engine:
     async def check(self, manifest: weights_pb2.SnapshotManifest) -> None:
         _refuse(await self._command("fovea_check", manifest.SerializeToString()))
 
-    async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
+    async def start_receive(
+        self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float
+    ) -> tuple[str, sampler_pb2.SnapshotReady]:
         task_id = self._new_task()
-        problems: list[str] = await self._command(
+        results: list[tuple[str, bytes]] = await self._command(
             "fovea_receive", task_id, group_id, manifest.SerializeToString(), timeout_s
         )
-        _refuse(problems)
-        return task_id
+        _refuse([problem for problem, _ in results])
+        self._arriving[task_id] = manifest
+        return task_id, sampler_pb2.SnapshotReady.FromString(results[0][1])
 
     async def wait_received(self, task_id: str, timeout_s: float) -> str:
-        return _common(await self._wait(_NOT_ARRIVED, timeout_s, "fovea_report", task_id))
+        manifest = self._arriving[task_id]
+        return _digest(await self._wait(_NOT_ARRIVED, timeout_s, "fovea_report", task_id), manifest)
 
     async def forget_task(self, task_id: str) -> None:
+        self._arriving.pop(task_id, None)
         await self._command("fovea_forget_task", task_id)
 
     async def store_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
@@ -204,7 +212,7 @@ class Engine:
         reports = await self._wait(_NOT_ARRIVED, timeout_s, *keep)
         if any(report.get("in_tower") for report in reports):
             self._in_tower.add(adapter.name)
-        return _common(reports)
+        return _digest(reports, self._arriving[task_id])
 
     async def forget_adapter(self, adapter: AdapterName) -> None:
         self._in_tower.discard(adapter.name)
@@ -232,14 +240,14 @@ class Engine:
                 await self._llm.resume_generation()
         return time.monotonic() - start
 
-    async def _wait(self, what: str, timeout_s: float, method: str, *arguments: object) -> list[dict[str, str]]:
+    async def _wait(self, what: str, timeout_s: float, method: str, *arguments: object) -> list[dict[str, Any]]:
         """Polls a reporting method of all workers until their tasks are done; returns the reports.
 
         Raises Unavailable, with `what` as the message, if a task fails or takes longer than `timeout_s`.
         """
         begun = time.monotonic()
         while True:
-            reports: list[dict[str, str]] = await self._command(method, *arguments)
+            reports: list[dict[str, Any]] = await self._command(method, *arguments)
             failed = [report["error"] for report in reports if report["phase"] == "failed"]
             if failed:
                 raise Unavailable(f"{what}: {failed[0]}")
@@ -285,12 +293,19 @@ def _refuse(problems: list[str]) -> None:
         raise InvalidInput(f"manifest: {problem}", field="manifest")
 
 
-def _common(reports: list[dict[str, str]]) -> str:
-    """Returns the digest that all workers computed. Raises Internal if they differ."""
-    digests = [report["digest"] for report in reports]
-    if len(set(digests)) != 1:
-        raise Internal(f"the engine's workers received different tensors: {sorted(set(digests))}")
-    return digests[0]
+def _digest(reports: list[dict[str, Any]], manifest: weights_pb2.SnapshotManifest) -> str:
+    """Returns the digest of all tensors that the workers received. Raises Internal if those of two should be equal."""
+    for worker, report in enumerate(reports):
+        sampler_metrics.RECEIVED_BYTES.labels(str(worker)).inc(report["size_bytes"])
+    digests: set[str] = {report["digest"] for report in reports}
+    if digests == {""}:
+        try:
+            return joined_digest(manifest.tensors, [report["sums"] for report in reports])
+        except ValueError as error:
+            raise Internal(str(error)) from None
+    if len(digests) != 1:
+        raise Internal(f"the engine's workers received different tensors: {sorted(digests)}")
+    return digests.pop()
 
 
 def _tokenizer_info(llm: "AsyncLLM") -> str:

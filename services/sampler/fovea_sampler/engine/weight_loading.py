@@ -5,6 +5,7 @@ tensor, from which vLLM loads it whenever it needs it. An adapter that arrives o
 directly. A background thread then moves the flat tensor to host memory, which has room for many adapters.
 """
 
+import logging
 import math
 import re
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from cachetools import LRUCache
 from safetensors import safe_open
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -32,11 +34,20 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import layout_of, padded_bytes
+from fovea_sampler.engine.manifest_check import (
+    LoadTrace,
+    Reads,
+    SplitTable,
+    checkpoint_directory,
+    checkpoint_shapes,
+)
 from fovea_sampler.engine.snapshot_receiver import Arrival
 from fovea_sampler.vllm_patches import kernels_cpu
 from fovea_sampler.vllm_patches.lora_memory import request_of
 from fovea_sampler.vllm_patches.lora_slots import FlatView, LoraSlots, PlannedAdapter, SlotPlan
 from fovea_weights import random_slices
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "fovea"
 RANDOM_FORMAT = "fovea_random"
@@ -47,6 +58,8 @@ _PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TR
 CPU is Fovea's own kernel.
 """
 _MAX_LAYOUTS = 32
+_reads: dict[str, Reads] = {}
+"""The elements of the checkpoint's tensors that this worker has read, if there are several workers."""
 # Large enough to keep the bus busy, small enough to stay pinned permanently.
 _PIECE_BYTES = 32 * 2**20
 
@@ -96,7 +109,7 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
         """Loads all tensors of a received snapshot. Raises KeyError for an unknown task."""
         arrival = self._find_arrival(update_info.task_id)
         with torch.no_grad():
-            self.model.load_weights(arrival.tensors())
+            self.model.load_weights(arrival.tensors(self.device))
         if arrival.device.type == "cuda":
             torch.cuda.synchronize(arrival.device)
 
@@ -154,7 +167,35 @@ def register() -> None:
     """Registers Fovea's weight-transfer engine and model loader with vLLM in this process. It may be called twice."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ArrivalWeightTransferEngine)
+        DefaultModelLoader.load_weights = _traced(DefaultModelLoader.load_weights)
         register_model_loader(RANDOM_FORMAT)(RandomModelLoader)
+
+
+def split_table(rename: Callable[[str], str]) -> SplitTable:
+    """Returns the division of full weights over all workers. All of them must call it."""
+    workers = get_world_group()
+    reads: list[Mapping[str, Reads]] = [{}] * workers.world_size
+    if workers.world_size > 1:
+        own = {rename(name): found for name, found in _reads.items()}
+        torch.distributed.all_gather_object(reads, own, group=workers.cpu_group)
+    return SplitTable(reads, rename)
+
+
+def _traced(load: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """Returns a replacement of `load_weights` that finds out first what it will read, if there are several workers."""
+
+    def load_weights(loader: Any, model: Any, config: Any) -> None:
+        if get_world_group().world_size > 1 and config.quantization is None:
+            trace = LoadTrace(checkpoint_shapes(checkpoint_directory(config.model)), config.dtype)
+            try:
+                with torch.no_grad(), trace:
+                    model.load_weights(iter(trace.tensors.items()))
+                _reads.update(trace.reads())
+            except Exception as error:  # a loader of some model class that needs the values
+                logger.warning("every worker receives all of pushed full weights: %s: %s", type(error).__name__, error)
+        load(loader, model, config)
+
+    return load_weights
 
 
 class HostCopier:

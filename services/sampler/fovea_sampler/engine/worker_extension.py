@@ -69,6 +69,7 @@ class WorkerExtension:
 
     model_runner: Any
     weight_transfer_engine: Any
+    parallel_config: Any
     device: torch.device
     rank: int
 
@@ -82,7 +83,7 @@ class WorkerExtension:
             The reason why the worker cannot return the experts of tokens, or an empty string; and the bytes of the
             expert ids of one token.
         """
-        self._receiver = SnapshotReceiver(self.device, self.rank)
+        self._receiver = SnapshotReceiver(self.device, self.rank, self.parallel_config.world_size)
         model, shapes = self.model_runner.get_model(), checkpoint_shapes(Path(checkpoint))
         rename, left_out = rename_of(model), _left_out(model, shapes)
         adaptable: dict[str, torch.nn.Module] = {}
@@ -95,6 +96,7 @@ class WorkerExtension:
             self._bank = AdapterBank(manager)  # after this, vLLM's manager no longer exposes its modules
         check_biases(shapes, rename, adaptable)
         self._checker = ManifestChecker(shapes, rename, left_out, set(adaptable), max_rank, sizes)
+        self._splits = weight_loading.split_table(rename)
         self.weight_transfer_engine.init_transfer_engine(weight_loading.ArrivalInitInfo(self._receiver.arrival))
         vllm_patches.after_model(self.model_runner)
         experts = self.model_runner.fovea_experts
@@ -112,25 +114,28 @@ class WorkerExtension:
         """Returns the problem of a serialized SnapshotManifest, or an empty string."""
         return self._checker.problem(weights_pb2.SnapshotManifest.FromString(manifest))
 
-    def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> str:
+    def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> tuple[str, bytes]:
         """Starts to receive a snapshot; `fovea_report` reports when all tensors have arrived.
 
-        Returns the problem of the serialized SnapshotManifest, or an empty string.
+        Returns the problem of the serialized SnapshotManifest, or an empty string, and the serialized SnapshotReady.
         """
         parsed = weights_pb2.SnapshotManifest.FromString(manifest)
         if problem := self._checker.problem(parsed):
-            return problem
+            return problem, b""
         is_adapter = parsed.snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER
         if not is_adapter:
             problem = base_sharing.problem() or weight_loading.problem(self.model_runner.get_model())
         if problem:
-            return problem
+            return problem, b""
         finish: Callable[[Arrival], Any] = self._bank.build if is_adapter else lambda arrival: arrival
-        self._receiver.start_receive(task_id, group_id, parsed, timeout_s, finish)
-        return ""
+        ready = sampler_pb2.SnapshotReady()
+        if self._receiver.is_split(group_id):
+            ready = self._splits.ready(parsed)
+        self._receiver.start_receive(task_id, group_id, parsed, timeout_s, finish, ready)
+        return "", ready.SerializeToString()
 
-    def fovea_report(self, task_id: str) -> dict[str, str]:
-        """Returns the phase, the error and the digest of a task."""
+    def fovea_report(self, task_id: str) -> dict[str, Any]:
+        """Returns the report of a task, as `Task.report` does."""
         return self._receiver.report(task_id)
 
     def fovea_forget_task(self, task_id: str) -> None:
@@ -141,7 +146,7 @@ class WorkerExtension:
         """Leaves a transfer group."""
         self._receiver.leave(group_id)
 
-    def fovea_store_adapter(self, task_id: str, name: str, lora_id: int, digest: str) -> dict[str, str]:
+    def fovea_store_adapter(self, task_id: str, name: str, lora_id: int, digest: str) -> dict[str, Any]:
         """Gives an adapter to vLLM under an unused name and id if it has arrived with that digest.
 
         Returns the report of the task, as `fovea_report` does, and whether the adapter changes the vision tower. The

@@ -27,7 +27,7 @@ from fovea.wire.manifest import buckets, padded_bytes
 from fovea_trainer import command_queue, trainer_metrics
 from fovea_trainer.command_queue import CommandQueue
 from fovea_trainer.settings import TrainerSettings
-from fovea_trainer.weights.sampler_groups import Member, SamplerGroups
+from fovea_trainer.weights.sampler_groups import Member, SamplerGroups, part_count
 from fovea_trainer.weights.snapshot_store import PACKED, SnapshotStore, StoredSnapshot
 from fovea_trainer.weights.transfer_groups import TransferGroups
 
@@ -39,10 +39,16 @@ Responses = dict[str, sampler_pb2.ReceiveSnapshotResponse]
 
 @dataclass(frozen=True)
 class Payload:
-    """The snapshot to push. `send` broadcasts it to an open group, given the group's id and a timeout in seconds."""
+    """The snapshot to push.
+
+    Args:
+        manifest: Its manifest.
+        send: Broadcasts it to an open group, given the group's id, the serialized division of its tensors over the
+            workers of a sampler, the number of these workers (0 if the group is not split), and a timeout in seconds.
+    """
 
     manifest: weights_pb2.SnapshotManifest
-    send: Callable[[str, float], Awaitable[None]]
+    send: Callable[[str, bytes, int, float], Awaitable[None]]
 
     @property
     def is_full(self) -> bool:
@@ -89,8 +95,9 @@ class Delivery:
                 self._outcome.loaded[address] = 0.0
             else:
                 members.append(found)
-        for backend in sorted({member.backend for member in members}):
-            await self._serve([member for member in members if member.backend == backend])
+        kinds = {member: (member.backend, member.worker_count if self._payload.is_full else 0) for member in members}
+        for kind in sorted(set(kinds.values())):
+            await self._serve([member for member in members if kinds[member] == kind])
         return self._outcome
 
     async def _serve(self, members: list[Member]) -> None:
@@ -147,7 +154,11 @@ class Delivery:
             watching = asyncio.ensure_future(
                 self._phase(streams, "loaded", loaded, lambda: self._groups.interrupt(group_id))
             )
-            await asyncio.wait_for(self._payload.send(group_id, timeout_s), timeout_s + 5.0)
+            splits = {one.ready.SerializeToString(deterministic=True) for one in ready.values()}
+            if len(splits) > 1:
+                raise RuntimeError("the samplers divide the model differently over their workers")
+            parts = part_count(members, self._payload.is_full)
+            await asyncio.wait_for(self._payload.send(group_id, splits.pop(), parts, timeout_s), timeout_s + 5.0)
             marks.append(time.monotonic())
             await watching
             marks.append(time.monotonic())
@@ -331,7 +342,7 @@ class Pusher:
             for data in torch.split(held.tensors[PACKED], sizes):
                 group.send(data, timeout_s)
 
-        async def in_thread(group_id: str, timeout_s: float) -> None:
+        async def in_thread(group_id: str, splits: bytes, part_count: int, timeout_s: float) -> None:
             await asyncio.get_running_loop().run_in_executor(self._threads, send, group_id, timeout_s)
 
         return Payload(manifest, in_thread)
@@ -340,8 +351,10 @@ class Pusher:
         identity, specs = await self._queue.submit(command_queue.DescribeFull(snapshot_id))
         manifest = self._manifest(identity, specs)
 
-        async def on_all_ranks(group_id: str, timeout_s: float) -> None:
-            command = command_queue.BroadcastFull(snapshot_id, group_id, manifest.bucket_bytes, timeout_s)
+        async def on_all_ranks(group_id: str, splits: bytes, part_count: int, timeout_s: float) -> None:
+            command = command_queue.BroadcastFull(
+                snapshot_id, group_id, splits, part_count, manifest.bucket_bytes, timeout_s
+            )
             error = await self._queue.submit(command)
             if error:
                 raise RuntimeError(error)

@@ -37,8 +37,17 @@ class Member:
     """Adapter snapshots that the sampler has loaded."""
 
 
-MemberKey = tuple[int, frozenset[tuple[str, str]]]
-"""Identity of a group: the number of senders, and the address and instance id of each sampler."""
+MemberKey = tuple[int, int, frozenset[tuple[str, str]]]
+"""Identity of a group: the numbers of senders and of parts, and the address and instance id of each sampler."""
+
+
+def part_count(members: Iterable[Member], is_full: bool) -> int:
+    """Returns the number of workers of each sampler, if every worker receives only its parts of tensors; else 0.
+
+    An adapter is broadcast to all workers: each of them stores it, so that vLLM can load it again.
+    """
+    most = max(member.worker_count for member in members)
+    return most if is_full and most > 1 else 0
 
 
 @dataclass
@@ -83,7 +92,7 @@ class SamplerGroups:
         """
         found = dict(zip(addresses, await asyncio.gather(*map(self._probe_one, addresses)), strict=True))
         present = {(member.address, member.instance_id) for member in found.values() if isinstance(member, Member)}
-        for key in [key for key in self._open if any(one[0] in found and one not in present for one in key[1])]:
+        for key in [key for key in self._open if any(one[0] in found and one not in present for one in key[2])]:
             self._close(key)
         return found
 
@@ -119,7 +128,7 @@ class SamplerGroups:
         finally:
             lock.release()
 
-    async def leave(self, members: Iterable[Member], is_full: bool) -> None:
+    async def leave(self, members: list[Member], is_full: bool) -> None:
         """Leaves the group of `members`, if there is one, and asks the members to leave it."""
         await self._leave(self._key(members, is_full))
 
@@ -161,20 +170,22 @@ class SamplerGroups:
         group_id = f"push-{uuid.uuid4().hex[:12]}"
         left_s = max(1.0, deadline - time.monotonic())
         timeout_s = min(self._settings.join_timeout_s, left_s)
-        world_size = 1 + sum(member.worker_count for member in members)
+        sender_count, parts, _ = key
+        seats = [1 if parts else member.worker_count for member in members]
+        world_size = 1 + sum(seats)
         command = OpenGroup(
             group_id,
             world_size,
             members[0].backend,
             timeout_s,
             self._settings.transfer_timeout_s,
+            parts,
             [group.group_id for group in self._open.values()],
         )
-        sender_count, _ = key
         opening = asyncio.ensure_future(self._open_senders(command, sender_count))
         joins = []
         offset = 1  # rank 0 is this trainer
-        for member in members:
+        for member, count in zip(members, seats, strict=True):
             request = sampler_pb2.JoinTransferGroupRequest(
                 group_id=group_id,
                 master_address=self._groups.address,
@@ -184,9 +195,10 @@ class SamplerGroups:
                 # The other senders join only after the commands that are already queued, so allow all the time left.
                 timeout_s=timeout_s if sender_count == 1 else left_s,
                 sender_count=sender_count,
+                is_split=parts > 0,
             )
             joins.append(asyncio.ensure_future(self.client(member.address).join_transfer_group(request)))
-            offset += member.worker_count
+            offset += count
         self._open[key] = _OpenGroup(group_id, time.monotonic())
         try:
             await asyncio.gather(opening, *joins)
@@ -200,7 +212,7 @@ class SamplerGroups:
 
         If samplers do not join, only this rank waits for them.
         """
-        meeting = (command.group_id, command.world_size, command.backend)
+        meeting = (command.group_id, command.world_size, command.part_count, command.backend)
         timeouts = (command.join_timeout_s, command.broadcast_timeout_s)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, self._groups.open, *meeting, *timeouts)
@@ -210,7 +222,7 @@ class SamplerGroups:
     async def _leave(self, key: MemberKey) -> None:
         if (group_id := self._close(key)) is None:
             return
-        leaving = (self.client(address).leave_transfer_group(group_id, LEAVE_TIMEOUT_S) for address, _ in key[1])
+        leaving = (self.client(address).leave_transfer_group(group_id, LEAVE_TIMEOUT_S) for address, _ in key[2])
         for outcome in await asyncio.gather(*leaving, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 logger.debug("leaving %s: %s", group_id, outcome)
@@ -222,6 +234,10 @@ class SamplerGroups:
         self._groups.close(group.group_id)
         return group.group_id
 
-    def _key(self, members: Iterable[Member], is_full: bool) -> MemberKey:
+    def _key(self, members: list[Member], is_full: bool) -> MemberKey:
         senders = self._settings.sender_count if is_full else 1
-        return senders, frozenset((member.address, member.instance_id) for member in members)
+        return (
+            senders,
+            part_count(members, is_full),
+            frozenset((member.address, member.instance_id) for member in members),
+        )

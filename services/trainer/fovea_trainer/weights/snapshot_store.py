@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.manifest import buckets, padded_bytes, tensor_bytes
+from fovea.wire.manifest import Part, buckets, padded_bytes, tensor_bytes
 from fovea_trainer.model.sharding import dtype_name
 from fovea_weights.weight_transfer import device_digest
 
@@ -178,6 +178,21 @@ def packed(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -
         if missing := padded_bytes(spec) - flat.numel():
             parts.append(flat.new_zeros(missing))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def packed_parts(parts: list[list[Part]], tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the payload of one broadcast to each worker, given its part of each of the tensors."""
+    return [
+        packed([part.spec for part in own], (_cut(part, one) for part, one in zip(own, tensors, strict=True)))
+        for own in parts
+    ]
+
+
+def _cut(part: Part, tensor: Tensor) -> Tensor:
+    if part.is_whole:
+        return tensor
+    pieces = [tensor.narrow(part.dimension, start, end - start) for start, end in part.ranges]
+    return torch.cat(pieces, part.dimension) if pieces else tensor.narrow(part.dimension, 0, 0)
 
 
 def unpacked(specs: Iterable[weights_pb2.TensorSpec], data: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -3,8 +3,9 @@
 They are private torch process groups, never the default group. NCCL does not work between processes on one GPU, so such
 processes share GPU memory instead (`fovea_weights.weight_transfer`).
 
-The sender is rank 0 of a group, and worker i of a sampler is rank `rank_offset` + i. The trainer's rank 0 hosts the
-rendezvous store. Full weights have several senders. They are ranks of the trainer, each with its own process group;
+The sender is rank 0 of a group, and worker i of a sampler is rank `rank_offset` + i. Full parameters for samplers of
+several workers travel in split groups: each worker receives only its parts, over groups with the workers of the same
+index in other samplers (`JoinTransferGroupRequest.is_split`). The trainer's rank 0 hosts the rendezvous store. Full weights have several senders. They are ranks of the trainer, each with its own process group;
 `JoinTransferGroupRequest.sender_count` explains how they take turns.
 
 All ranks gather the tensors of full parameters together, and each sender sends some of the buckets.
@@ -26,32 +27,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.runtime.hosts import WILDCARDS, listening
 from fovea.wire.errors import FailedPrecondition, Unavailable
-from fovea.wire.manifest import buckets, sender_groups
+from fovea.wire.manifest import Part, buckets, parts_of, sender_groups
 from fovea_trainer.command_queue import BroadcastFull, OpenGroup
 from fovea_trainer.model.sharding import ShardedModel
 from fovea_trainer.model.trained_model import FullModel
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights import weight_files
-from fovea_trainer.weights.snapshot_store import packed
+from fovea_trainer.weights.snapshot_store import packed_parts
 from fovea_trainer.weights.snapshot_taker import SnapshotTaker
-from fovea_weights.weight_transfer import SharedGpuGroup
+from fovea_weights.weight_transfer import open_group
 
 logger = logging.getLogger(__name__)
 
 _REACH_S = 60.0
 _POLL_S = 0.0005
-
-
-def _gloo_device(host: str) -> Any:
-    """Returns gloo's network device, bound to `host` or, if that is empty, to the address of this machine's name."""
-    if host:
-        return ProcessGroupGloo.create_device(hostname=host)
-    return ProcessGroupGloo.create_default_device()
 
 
 class SenderGroup:
@@ -63,7 +58,8 @@ class SenderGroup:
         group_id: Unique name of the transfer group.
         sender: Index of this sender. Together with `group_id` it gives the key prefix in the store.
         store: The rendezvous store.
-        world_size: Number of members, including the sender.
+        world_size: Number of members, including the sender; in a split group, of those that receive the same part.
+        part_count: Number of workers of each sampler if every worker receives parts of its own (a split group), else 0.
         backend: `gloo`, `nccl` or `cuda_ipc`.
         join_timeout_s: Deadline for joining, in seconds.
         broadcast_timeout_s: Deadline of each broadcast over nccl, in seconds. NCCL has one timeout for the whole group.
@@ -80,6 +76,7 @@ class SenderGroup:
         sender: int,
         store: Store,
         world_size: int,
+        part_count: int,
         backend: str,
         join_timeout_s: float,
         broadcast_timeout_s: float,
@@ -88,34 +85,27 @@ class SenderGroup:
         self.group_id = group_id
         self._sender = sender
         self._store = store
-        prefixed = PrefixStore(sender_groups(group_id, sender + 1)[sender], store)
-        join = timedelta(seconds=join_timeout_s)
-        self._group: ProcessGroup | SharedGpuGroup
-        if backend == "gloo":
-            self._device = torch.device("cpu")
-            untyped: Any = ProcessGroupGloo
-            settings = untyped._Options()
-            settings._timeout = join
-            settings._devices = [_gloo_device(host)]
-            self._group = untyped(prefixed, 0, world_size, settings)
-            return
-        if backend not in ("nccl", "cuda_ipc"):
+        if backend not in ("gloo", "nccl", "cuda_ipc"):
             known = "use gloo, nccl or cuda_ipc"
             raise FailedPrecondition(f"transfer backend {backend!r} is not supported; {known}")
-        if not torch.cuda.is_available():
+        if backend != "gloo" and not torch.cuda.is_available():
             raise FailedPrecondition(f"the samplers receive over {backend}, but this trainer has no GPU")
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        if backend == "cuda_ipc":
-            self._group = SharedGpuGroup.meet(prefixed, 0, world_size, join, self._device)
-            return
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=broadcast_timeout_s)
-        with _survivable_nccl():
-            nccl: Any = ProcessGroupNCCL(prefixed, 0, world_size, options)
-        self._group = nccl
+        self._device = torch.device("cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}")
+        join, broadcast = timedelta(seconds=join_timeout_s), timedelta(seconds=broadcast_timeout_s)
+        self._parts: list[Any] = []
+        for worker in range(part_count) if part_count else [None]:
+            prefixed = PrefixStore(sender_groups(group_id, sender + 1, worker)[sender], store)
+            with _survivable_nccl():
+                group = open_group(prefixed, 0, world_size, backend, self._device, host, join, broadcast)
+            self._parts.append(group)
 
-    def send(self, data: Tensor, timeout_s: float) -> None:
+    def send(self, data: Tensor, timeout_s: float, part: int = 0) -> None:
         """Broadcasts uint8 [n] and waits until the data has been sent.
+
+        Args:
+            data: The bytes.
+            timeout_s: Deadline in seconds.
+            part: Index of the workers that receive the data, in a split group.
 
         Raises:
             RuntimeError: The broadcast failed.
@@ -123,7 +113,7 @@ class SenderGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout_s)
-        work = self._group.broadcast([data.to(self._device)], options)
+        work = self._parts[part].broadcast([data.to(self._device)], options)
         if self._sender:
             self._watch(work, time.monotonic() + timeout_s)
         work.wait(timedelta(seconds=timeout_s))
@@ -142,9 +132,8 @@ class SenderGroup:
 
     def close(self) -> None:
         """Leaves the group. Members that still wait in it fail."""
-        abort = getattr(self._group, "abort", None)
-        if self._device.type == "cuda" and abort is not None:
-            abort()
+        for group in self._parts if self._device.type == "cuda" else []:
+            group.abort()
 
 
 def _closed(group_id: str) -> str:
@@ -233,7 +222,13 @@ class TransferGroups:
         return int(self._store.port)
 
     def open(
-        self, group_id: str, world_size: int, backend: str, join_timeout_s: float, broadcast_timeout_s: float
+        self,
+        group_id: str,
+        world_size: int,
+        part_count: int,
+        backend: str,
+        join_timeout_s: float,
+        broadcast_timeout_s: float,
     ) -> SenderGroup:
         """Joins a new group; blocks until all other members have joined.
 
@@ -251,6 +246,7 @@ class TransferGroups:
                 self._sender,
                 store,
                 world_size,
+                part_count,
                 backend,
                 join_timeout_s,
                 broadcast_timeout_s,
@@ -342,6 +338,7 @@ class FullSender:
                 self._groups.open(
                     command.group_id,
                     command.world_size,
+                    command.part_count,
                     command.backend,
                     command.join_timeout_s,
                     command.broadcast_timeout_s,
@@ -364,26 +361,37 @@ class FullSender:
         shards = self._snapshots.locals_of(command.snapshot_id, live)
         like = dict(self._sharded.named_shards())
         whole = weight_files.gathered(shards, like, self._sharded.module.expert_layouts)
+        cuts = _cuts(specs, command)
         error = ""
         sending: Future[str] | None = None
         with ThreadPoolExecutor(1, "broadcast") as thread:
             # While one bucket is being sent, the next one is gathered.
             for number, bucket in enumerate(buckets(specs, command.bucket_bytes)):
-                tensors = islice(whole, len(bucket))
+                tensors, parts = islice(whole, len(bucket)), [list(islice(cut, len(bucket))) for cut in cuts]
                 if self._groups is None or number % self._count != self._sender or error:
                     deque(tensors, maxlen=0)  # this rank only takes part in gathering
                     continue
-                data = packed(bucket, tensors)
+                data = packed_parts(parts, list(tensors))
                 error = sending.result() if sending else ""
                 sending = None if error else thread.submit(_send, self._groups, command, data)
         error = error or (sending.result() if sending else "")
         return next(filter(None, self._control.gather(error)), "")
 
 
-def _send(groups: TransferGroups, command: BroadcastFull, data: Tensor) -> str:
-    """Sends a bucket. Returns the error, or an empty string."""
+def _cuts(specs: list[weights_pb2.TensorSpec], command: BroadcastFull) -> list[Iterator[Part]]:
+    """Returns the parts of all tensors, in order, for each worker of a sampler; one if the group is not split."""
+    splits = sampler_pb2.SnapshotReady.FromString(command.splits)
+    count = command.part_count or 1
+    return [iter(parts_of(specs, splits, worker, count)) for worker in range(count)]
+
+
+def _send(groups: TransferGroups, command: BroadcastFull, payloads: list[Tensor]) -> str:
+    """Sends a bucket to each worker. Returns the error, or an empty string."""
     try:
-        groups.get(command.group_id).send(data, command.timeout_s)
+        group = groups.get(command.group_id)
+        for part, data in enumerate(payloads):
+            if data.numel():
+                group.send(data, command.timeout_s, part)
     except RuntimeError as failure:
         logger.warning("broadcast over %s failed: %s", command.group_id, failure)
         return f"the broadcast failed: {failure}"
