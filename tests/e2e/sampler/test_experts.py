@@ -34,6 +34,8 @@ class Served:
     tolerance: float
     client: SamplerClient
     sender: Sender
+    full: Sender
+    """Sends full weights: to each of two workers its own parts."""
 
     async def scored(self, tokens: npt.NDArray[np.int32], snapshot_id: str = "") -> Answer:
         """Returns the prompt's logprobs and a greedy continuation."""
@@ -72,7 +74,9 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     model = ensure_family(name)
     with sampler_of(name, request, *THREE_SLOTS, *LAYOUTS.get(request.param, ())) as sampler:
         async with SamplerClient(sampler.address) as client:
-            yield Served(model, TOLERANCE[name], client, await Sender(client).join())
+            is_split = request.param in LAYOUTS and "--tensor-parallel" in LAYOUTS[request.param]
+            full = await Sender(client, is_split).join()
+            yield Served(model, TOLERANCE[name], client, await Sender(client).join(), full)
 
 
 async def test_base_and_adapters_in_one_batch(served: Served) -> None:
@@ -104,9 +108,9 @@ async def test_full_weights_twice(served: Served) -> None:
     await served.sender.push("before@1", adapter, 4)
     for number in range(2):
         state, name = trained(base, number), f"full@{number}"
-        await served.sender.push(name, as_in_files(state, served.model))
+        await served.full.push(name, as_in_files(state, served.model))
         assert await served.gap(Reference(served.model, state), name) < served.tolerance
-    await served.sender.push("", as_in_files(base.parameters(), served.model))
+    await served.full.push("", as_in_files(base.parameters(), served.model))
     assert await served.gap(base) < served.tolerance
     assert await served.gap(Reference(served.model).merge(adapter, 4), "before@1") < served.tolerance
 

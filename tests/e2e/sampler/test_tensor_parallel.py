@@ -1,5 +1,7 @@
 """A sampler of two workers gives the same results as one: base, adapters of every layer, full weights and draws."""
 
+import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from fovea.api.v1 import sampler_pb2
 from fovea.client.inference import SamplerClient
-from fovea.wire.errors import Internal
+from fovea.wire.errors import Internal, Unavailable
 from tests.e2e.sampler.asking import Answer, ask, rendered, request_for
 from tests.e2e.sampler.conftest import Prompt, PromptMaker, picture
 from tests.e2e.sampler.process import SamplerProcess, running_sampler
@@ -115,17 +117,77 @@ async def test_draws_without_a_seed_are_the_same_on_both_workers(
         assert np.abs(scored.prompt_logprobs[-40:] - drawn.logprobs).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("kind", ["whole", "divided"])
 async def test_other_bytes_than_announced_reach_no_worker(
-    pair: tuple[SamplerClient, SamplerClient], prompts: PromptMaker, reference: Reference
+    pair: tuple[SamplerClient, SamplerClient], prompts: PromptMaker, reference: Reference, is_split: bool, kind: str
 ) -> None:
     prompt, state = prompts.make("Digest ", picture(2)), trained(reference)
     before = await answers(pair, prompt, "")
+    ending = {"whole": "norm.weight", "divided": "down_proj.weight"}[kind]
+    name = next(name for name in state if name.endswith(ending))
     manifest = manifest_of("wrong@1", state)
-    spoiled = {**state, manifest.tensors[3].name: state[manifest.tensors[3].name] + 1e-3}
-    sender = await Sender(pair[1]).join()
+    spoiled = {**state, name: state[name].clone()}
+    spoiled[name].view(-1)[-1] += 1e-3
+    sender = await Sender(pair[1], is_split).join()
     with pytest.raises(Internal, match="arrived with digest"):
         await sender.push("wrong@1", spoiled, None, manifest)
     check_equal(before[1], (await answers(pair, prompt, ""))[1])
+
+
+WHOLE = re.compile(r"norm|patch_embed|pos_embed|(proj|fc2)\.bias$")
+"""Tensors of Qwen3-VL that vLLM does not divide: norms, embeddings of patches, and biases that are added to sums."""
+
+
+async def test_each_worker_receives_its_rows(
+    pair: tuple[SamplerClient, SamplerClient], wide: SamplerProcess, prompts: PromptMaker, reference: Reference
+) -> None:
+    """Tokens and numbers after it equal those after a push of all tensors to both workers, to the bit."""
+    prompt, state = prompts.make("Two halves ", picture(1), " of each matrix. " * 4), trained(reference, 2)
+    found: list[Answer] = []
+    for number, is_split in enumerate((False, True)):
+        sender = await Sender(pair[1], is_split).join()
+        before = received_bytes(wide)
+        loaded = await sender.push(f"rows@{number}", state)
+        assert loaded.digest == manifest_of(f"rows@{number}", state).snapshot.digest
+        shares = [1 if not is_split or WHOLE.search(name) else 0.5 for name in state]
+        expected = sum(tensor.nbytes * share for tensor, share in zip(state.values(), shares, strict=True))
+        assert [after - old for after, old in zip(received_bytes(wide), before, strict=True)] == [expected] * 2
+        found.append((await answers((pair[1], pair[1]), prompt, f"rows@{number}"))[1])
+        await sender.push("", reference.parameters())
+    one, two = found
+    for name in ("prompt_logprobs", "target_logprobs", "alt_logprobs", "alt_ids"):
+        np.testing.assert_array_equal(getattr(two, name), getattr(one, name))
+    assert [drawn.tokens for drawn in two.sequences] == [drawn.tokens for drawn in one.sequences]
+    assert [drawn.logprobs for drawn in two.sequences] == [drawn.logprobs for drawn in one.sequences]
+
+
+def received_bytes(sampler: SamplerProcess) -> list[float]:
+    """Returns the bytes that each worker has received."""
+    found = re.findall(r'received_bytes_total{worker="(\d)"} (\S+)', sampler.metrics_page())
+    return [float(size) for _, size in sorted(found)] or [0.0, 0.0]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_a_worker_that_is_killed_in_the_middle_of_a_push_ends_the_sampler(
+    model: Path, reference: Reference, is_split: bool
+) -> None:
+    """The sender learns of it, as it does if all workers receive everything; the platform starts another sampler."""
+    with running_sampler(model, "--tensor-parallel", "2", is_copy=True) as sampler:
+        async with SamplerClient(sampler.address) as client:
+            sender, state = await Sender(client, is_split).join(), trained(reference)
+            workers = [
+                one for one in psutil.Process(sampler.process.pid).children(recursive=True) if not one.children()
+            ]
+            manifest = manifest_of("killed@1", state)
+            request = sampler_pb2.ReceiveSnapshotRequest(group_id=sender.group_id, manifest=manifest, timeout_s=60)
+            stream = client.receive_snapshot(request)
+            sender.ready = (await anext(stream)).ready
+            await asyncio.to_thread(sender.broadcast, manifest, state, 1)
+            workers[-1].kill()
+            with pytest.raises(Unavailable):
+                await anext(stream)
+        sampler.process.wait(60)
 
 
 def test_all_its_processes_end_with_it(wide: SamplerProcess) -> None:

@@ -87,6 +87,32 @@ async def test_full_parameters_and_the_base(
     _assert_equal({names[n]: p.detach() for n, p in reloaded.named_parameters()}, written)
 
 
+async def test_each_worker_gets_its_rows_of_full_parameters(qwen3_vl: Bench, one_rank: Bench) -> None:
+    """Trainers of two ranks and of one. A sampler of one worker still gets all tensors, with the same digest."""
+    for bench in (qwen3_vl, one_rank):
+        whole, pair, other = ReceivingSampler(), ReceivingSampler(2), ReceivingSampler(2)
+        for sampler in (whole, pair, other):
+            await sampler.start()
+        addresses = [whole.address, pair.address, other.address]
+        model_id = await bench.create(None)
+        await _train(bench, model_id)
+        snapshot = await bench.client.take_snapshot(model_id, f"{model_id}@1")
+        response = await bench.client.push_snapshot(snapshot.snapshot_id, addresses)
+        assert [result.error for result in response.results] == ["", "", ""]
+        expected = whole.received[snapshot.snapshot_id]
+        assert whole.received_bytes == [snapshot.size_bytes]
+        for sampler in (pair, other):
+            _assert_equal(sampler.received[snapshot.snapshot_id], expected)
+            assert all(0.5 <= size / snapshot.size_bytes < 0.51 for size in sampler.received_bytes)
+        await bench.clean()
+        adapter = await bench.client.take_snapshot(await bench.adapter(), "adapter@1")
+        await bench.client.push_snapshot("adapter@1", addresses)
+        assert pair.received_bytes == [adapter.size_bytes] * 2, "each worker stores a whole adapter"
+        for sampler in (whole, pair, other):
+            await sampler.stop()
+        await bench.clean()
+
+
 async def test_forgotten_snapshot_is_read_back_from_storage(vlm: Bench, sampler: ReceivingSampler) -> None:
     for lora in (weights_pb2.LoraConfig(rank=4, train_mlp=True), None):
         model_id = await vlm.create(lora)
