@@ -34,8 +34,8 @@ GIB = 2**30
         (8.3, 126, 1, 10.3),  # 4B on an H200, at the default share
         (15.3, 71, 1, 17.3),  # 8B on an H100
         (57, 126, 1, 0),  # 30B: far less is left
-        (57, 126, 2, 0),  # each GPU would have to hold all of it beside its half
-        (57, 126 * 2, 2, 59),
+        (57, 126, 2, 30.5),  # each GPU receives its half
+        (57, 100, 2, 0),
     ],
 )
 def test_the_cache_leaves_room_where_that_is_a_small_part(
