@@ -188,6 +188,8 @@ def open_group(
 
 
 SLICE_BYTES = 128 * 2**20
+# Large enough to keep the bus busy, small enough to stay pinned permanently.
+_PIECE_BYTES = 32 * 2**20
 _LOOK_S = 0.0002
 _HANDLE, _CLOSED = "handle", "closed"
 
@@ -277,6 +279,37 @@ class SharedGpuGroup:
             if time.monotonic() > deadline:
                 raise RuntimeError("the transfer timed out before all members had taken part")
             time.sleep(_LOOK_S)
+
+
+class HostCopier:
+    """A copier of tensors from a GPU to host memory, through one small pinned buffer.
+
+    A plain `tensor.cpu()` of an adapter keeps the driver busy, so that every kernel launch of the engine waits: a pause
+    of one second for 1 GB (measured). The GPU writes to pinned memory by itself.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the tensor in ordinary host memory. It may be called from several threads.
+
+        The kernels that write `tensor` must have finished: the copy runs on a stream that does not wait for them.
+        """
+        source = tensor.contiguous().reshape(-1).view(torch.uint8)
+        copy = torch.empty(source.numel(), dtype=torch.uint8)
+        with self._lock, torch.cuda.stream(self._stream):
+            for part, place in zip(torch.split(source, _PIECE_BYTES), torch.split(copy, _PIECE_BYTES), strict=True):
+                pinned = self._buffer[: part.numel()]
+                pinned.copy_(part, non_blocking=True)
+                self._stream.synchronize()
+                place.copy_(pinned)
+        return copy.view(tensor.dtype).view(tensor.shape)
 
 
 class _Exported:

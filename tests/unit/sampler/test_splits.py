@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fovea.api.v1 import weights_pb2
-from fovea_sampler.engine.manifest_check import LoadTrace, Reads, SplitTable
+from fovea_sampler.engine.manifest_check import Reads, SplitTable
+from fovea_sampler.engine.weight_loading import LoadTrace
 
 WORKERS = 2
 SHAPES = {

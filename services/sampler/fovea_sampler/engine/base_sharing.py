@@ -1,4 +1,4 @@
-"""Shares the base model with the trainer of the same device: one copy of the weights for both.
+"""Loads the base model: from files, from a seed, or shared with the trainer of the same device.
 
 `SharedModelLoader` moves the loaded weights into memory that the trainer maps, one layer after the other, so that at
 most one layer is there twice. On a CPU vLLM would multiply by copies of the weights that it packs for oneDNN; with a
@@ -15,27 +15,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.model_executor.layers import utils as cpu_layers
 from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from fovea_sampler.engine import weight_loading
 from fovea_sampler.engine.manifest_check import Shape, checkpoint_directory, checkpoint_shapes
-from fovea_sampler.engine.weight_loading import RANDOM_FORMAT, RandomModelLoader, rename_of
+from fovea_sampler.engine.weight_loading import rename_of
 from fovea_sampler.settings import SamplerSettings
-from fovea_weights import by_layer, is_random
+from fovea_weights import by_layer, is_random, random_slices
 from fovea_weights.shared_memory import OwnedBase
 
 logger = logging.getLogger(__name__)
 
+RANDOM_FORMAT = "fovea_random"
+"""The `load_format` of a checkpoint that has shapes but no values; see `fovea_weights`."""
 SHARED_FORMAT = "fovea_shared"
 """The `load_format` of a shared base. The path of its socket is in `additional_config`."""
 _SOCKET_KEY = "fovea_shared_base"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _owned: list[OwnedBase] = []
 """The base of this worker, if it is shared."""
+
+
+class RandomModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    """A loader that draws random weights, on the model's device, for a checkpoint with shapes but no values."""
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields all tensors by their names in the checkpoint's files."""
+        device = next(model.parameters()).device
+        for path in sorted(Path(model_config.model).glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name, tensor in random_slices(file, device).items():
+                    yield name, tensor[...]
 
 
 class SharedModelLoader(RandomModelLoader):
@@ -146,6 +162,7 @@ def register() -> None:
 
         kind = CPUWorker
     if kind.determine_available_memory.__module__ != __name__:
+        register_model_loader(RANDOM_FORMAT)(RandomModelLoader)
         register_model_loader(SHARED_FORMAT)(SharedModelLoader)
         kind.determine_available_memory = _after_trainer(kind.determine_available_memory)
 

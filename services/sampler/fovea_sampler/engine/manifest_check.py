@@ -1,7 +1,7 @@
 """Compares manifests with the model before any tensor is sent.
 
 vLLM would fail with a half-loaded model, so `ManifestChecker` refuses what does not fit. `SplitTable` tells which parts
-of each tensor each worker needs, as `LoadTrace` has found them.
+of each tensor each worker needs, as `weight_loading.LoadTrace` has found them.
 """
 
 import json
@@ -11,10 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.manifest import WORD_BYTES, Part, layout_of
@@ -217,87 +213,6 @@ def _shared_outer(sizes: ExpertSizes, part: str, half: str, rank: int) -> list[i
     if half == "lora_A":
         return [experts, rank, inner] if part == "w2" else [1, rank, outer]
     return [1, outer, rank] if part == "w2" else [experts, inner, rank]
-
-
-class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A record of the elements of a checkpoint's tensors that vLLM's loaders of weights read, for any model class.
-
-    A model loads `tensors` while the mode is active. They have no values: the views of them that loaders take tell
-    which elements are read. The mode drops all writes, so the model stays as it is.
-
-    Args:
-        shapes: The shapes of the checkpoint's tensors, keyed by their names.
-        dtype: Their type.
-    """
-
-    def __init__(self, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        self._names = {_storage(tensor): name for name, tensor in self.tensors.items()}
-        self._boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {name: set() for name in shapes}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns):
-            return func(*args, **kwargs)  # a view
-        found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        for tensor in found:
-            self._note(tensor)
-        if func._schema.is_mutable:
-            return kwargs.get("out", args[0])
-        if any(tensor.is_meta for tensor in found):
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return torch.zeros((), dtype=args[0].dtype).item()
-            if "device" in kwargs:
-                kwargs["device"] = torch.device("meta")
-        return func(*args, **kwargs)
-
-    def reads(self) -> dict[str, Reads]:
-        """Returns the elements read of each tensor, or more of them: those of one range of indices or of several."""
-        return {name: _reads_of(boxes, tuple(self.tensors[name].shape)) for name, boxes in self._boxes.items()}
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        name = self._names.get(_storage(tensor)) if tensor.is_meta else None
-        if name is not None and tensor.numel():
-            self._boxes[name].add(_box_of(tensor, tuple(self.tensors[name].shape)))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _box_of(view: torch.Tensor, shape: Shape) -> tuple[tuple[int, int], ...]:
-    """Returns the start and end of a view along each dimension of its contiguous tensor; of all of it if unclear."""
-    sizes = {stride: size for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1 and stride}
-    rest, box = int(view.storage_offset()), []
-    for place, extent in enumerate(shape):
-        stride = math.prod(shape[place + 1 :])
-        start, rest = divmod(rest, stride)
-        end = start + sizes.pop(stride, 1)
-        if end > extent:
-            break
-        box.append((start, end))
-    return tuple(box) if len(box) == len(shape) and not sizes else tuple((0, extent) for extent in shape)
-
-
-def _reads_of(boxes: Iterable[tuple[tuple[int, int], ...]], shape: Shape) -> Reads:
-    """Returns the indices along one dimension that contain all boxes."""
-    unions = [_union(along) for along in zip(*boxes, strict=True)]
-    if not unions:
-        return 0, ()
-    divided = [place for place, union in enumerate(unions) if union != (0, shape[place])]
-    return (divided[0], unions[divided[0]]) if len(divided) == 1 else (0, (0, shape[0]))
-
-
-def _union(ranges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Returns the bounds of the union of ranges: start and end of each in turn."""
-    bounds: list[int] = []
-    for start, end in sorted(set(ranges)):
-        if bounds and start <= bounds[-1]:
-            bounds[-1] = max(bounds[-1], end)
-        else:
-            bounds += [start, end]
-    return tuple(bounds)
 
 
 class SplitTable:

@@ -9,14 +9,14 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from cachetools import LRUCache
-from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -29,14 +29,13 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import layout_of, padded_bytes
 from fovea_sampler.engine.manifest_check import (
-    LoadTrace,
     Reads,
+    Shape,
     SplitTable,
     checkpoint_directory,
     checkpoint_shapes,
@@ -45,13 +44,11 @@ from fovea_sampler.engine.snapshot_receiver import Arrival
 from fovea_sampler.vllm_patches import kernels_cpu
 from fovea_sampler.vllm_patches.lora_memory import request_of
 from fovea_sampler.vllm_patches.lora_slots import FlatView, LoraSlots, PlannedAdapter, SlotPlan
-from fovea_weights import random_slices
+from fovea_weights.weight_transfer import HostCopier
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "fovea"
-RANDOM_FORMAT = "fovea_random"
-"""The `load_format` of a checkpoint that has shapes but no values; see `fovea_weights`."""
 _PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
 """Backends with kernels that read the weights of experts in the form in which vLLM loads them.
 
@@ -60,8 +57,6 @@ CPU is Fovea's own kernel.
 _MAX_LAYOUTS = 32
 _reads: dict[str, Reads] = {}
 """The elements of the checkpoint's tensors that this worker has read, if there are several workers."""
-# Large enough to keep the bus busy, small enough to stay pinned permanently.
-_PIECE_BYTES = 32 * 2**20
 
 
 @dataclass
@@ -126,16 +121,85 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
         """Does nothing: the engine holds no resources."""
 
 
-class RandomModelLoader(DefaultModelLoader):  # type: ignore[misc]
-    """A loader that draws random weights, on the model's device, for a checkpoint with shapes but no values."""
+class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A record of the elements of a checkpoint's tensors that vLLM's loaders of weights read, for any model class.
 
-    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all tensors by their names in the checkpoint's files."""
-        device = next(model.parameters()).device
-        for path in sorted(Path(model_config.model).glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                for name, tensor in random_slices(file, device).items():
-                    yield name, tensor[...]
+    A model loads `tensors` while the mode is active. They have no values: the views of them that loaders take tell
+    which elements are read. The mode drops all writes, so the model stays as it is.
+
+    Args:
+        shapes: The shapes of the checkpoint's tensors, keyed by their names.
+        dtype: Their type.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        self._names = {_storage(tensor): name for name, tensor in self.tensors.items()}
+        self._boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {name: set() for name in shapes}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns):
+            return func(*args, **kwargs)  # a view
+        found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        for tensor in found:
+            self._note(tensor)
+        if func._schema.is_mutable:
+            return kwargs.get("out", args[0])
+        if any(tensor.is_meta for tensor in found):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return torch.zeros((), dtype=args[0].dtype).item()
+            if "device" in kwargs:
+                kwargs["device"] = torch.device("meta")
+        return func(*args, **kwargs)
+
+    def reads(self) -> dict[str, Reads]:
+        """Returns the elements read of each tensor, or more of them: those of one range of indices or of several."""
+        return {name: _reads_of(boxes, tuple(self.tensors[name].shape)) for name, boxes in self._boxes.items()}
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        name = self._names.get(_storage(tensor)) if tensor.is_meta else None
+        if name is not None and tensor.numel():
+            self._boxes[name].add(_box_of(tensor, tuple(self.tensors[name].shape)))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _box_of(view: torch.Tensor, shape: Shape) -> tuple[tuple[int, int], ...]:
+    """Returns the start and end of a view along each dimension of its contiguous tensor; of all of it if unclear."""
+    sizes = {stride: size for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1 and stride}
+    rest, box = int(view.storage_offset()), []
+    for place, extent in enumerate(shape):
+        stride = math.prod(shape[place + 1 :])
+        start, rest = divmod(rest, stride)
+        end = start + sizes.pop(stride, 1)
+        if end > extent:
+            break
+        box.append((start, end))
+    return tuple(box) if len(box) == len(shape) and not sizes else tuple((0, extent) for extent in shape)
+
+
+def _reads_of(boxes: Iterable[tuple[tuple[int, int], ...]], shape: Shape) -> Reads:
+    """Returns the indices along one dimension that contain all boxes."""
+    unions = [_union(along) for along in zip(*boxes, strict=True)]
+    if not unions:
+        return 0, ()
+    divided = [place for place, union in enumerate(unions) if union != (0, shape[place])]
+    return (divided[0], unions[divided[0]]) if len(divided) == 1 else (0, (0, shape[0]))
+
+
+def _union(ranges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """Returns the bounds of the union of ranges: start and end of each in turn."""
+    bounds: list[int] = []
+    for start, end in sorted(set(ranges)):
+        if bounds and start <= bounds[-1]:
+            bounds[-1] = max(bounds[-1], end)
+        else:
+            bounds += [start, end]
+    return tuple(bounds)
 
 
 def rename_of(model: torch.nn.Module) -> Callable[[str], str]:
@@ -164,11 +228,10 @@ def _repacked(model: torch.nn.Module) -> list[Any]:
 
 
 def register() -> None:
-    """Registers Fovea's weight-transfer engine and model loader with vLLM in this process. It may be called twice."""
+    """Registers Fovea's weight-transfer engine with vLLM, and traces what loaders read. It may be called twice."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ArrivalWeightTransferEngine)
         DefaultModelLoader.load_weights = _traced(DefaultModelLoader.load_weights)
-        register_model_loader(RANDOM_FORMAT)(RandomModelLoader)
 
 
 def split_table(rename: Callable[[str], str]) -> SplitTable:
@@ -196,37 +259,6 @@ def _traced(load: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], 
         load(loader, model, config)
 
     return load_weights
-
-
-class HostCopier:
-    """A copier of tensors from a GPU to host memory, through one small pinned buffer.
-
-    A plain `tensor.cpu()` of an adapter keeps the driver busy, so that every kernel launch of the engine waits: a pause
-    of one second for 1 GB (measured). The GPU writes to pinned memory by itself.
-
-    Args:
-        device: The GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._lock = threading.Lock()
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of the tensor in ordinary host memory. It may be called from several threads.
-
-        The kernels that write `tensor` must have finished: the copy runs on a stream that does not wait for them.
-        """
-        source = tensor.contiguous().reshape(-1).view(torch.uint8)
-        copy = torch.empty(source.numel(), dtype=torch.uint8)
-        with self._lock, torch.cuda.stream(self._stream):
-            for part, place in zip(torch.split(source, _PIECE_BYTES), torch.split(copy, _PIECE_BYTES), strict=True):
-                pinned = self._buffer[: part.numel()]
-                pinned.copy_(part, non_blocking=True)
-                self._stream.synchronize()
-                place.copy_(pinned)
-        return copy.view(tensor.dtype).view(tensor.shape)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ processes share GPU memory instead (`fovea_weights.weight_transfer`).
 
 The sender is rank 0 of a group, and worker i of a sampler is rank `rank_offset` + i. Full parameters for samplers of
 several workers travel in split groups: each worker receives only its parts, over groups with the workers of the same
-index in other samplers (`JoinTransferGroupRequest.is_split`). The trainer's rank 0 hosts the rendezvous store. Full weights have several senders. They are ranks of the trainer, each with its own process group;
+index in other samplers (`JoinTransferGroupRequest.is_split`). The trainer's rank 0 hosts the rendezvous store. Full
+weights have several senders. They are ranks of the trainer, each with its own process group;
 `JoinTransferGroupRequest.sender_count` explains how they take turns.
 
 All ranks gather the tensors of full parameters together, and each sender sends some of the buckets.

@@ -28,7 +28,7 @@ def test_it_listens_where_the_trainer_does(host: str, is_open: bool) -> None:
 def test_weights_are_sent_from_the_same_address() -> None:
     before = listeners([psutil.Process()]).keys()
     groups = TransferGroups.hosting("trainer", "127.0.0.2")
-    group = groups.open("g", 1, "gloo", 20.0, 20.0)
+    group = groups.open("g", 1, 0, "gloo", 20.0, 20.0)
     made = listeners([psutil.Process()]).keys() - before
     assert f"127.0.0.2:{groups.port}" in made
     assert len(made) > 1, "gloo's own"
