@@ -31,10 +31,12 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
 
     Args:
         worker_count: Workers that join groups.
+        divides: False for a sampler of which all workers need whole tensors.
     """
 
-    def __init__(self, worker_count: int = 1) -> None:
+    def __init__(self, worker_count: int = 1, divides: bool = True) -> None:
         self._worker_count = worker_count
+        self._divides = divides
         self._threads = ThreadPoolExecutor(16)  # a join that fails keeps its thread until its deadline
         self._splits: dict[str, bool] = {}
         self.received_bytes: list[int] = []
@@ -136,7 +138,7 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         for spec in manifest.tensors:
             rows = spec.shape[0] // self._worker_count if len(spec.shape) else 0
             is_even = rows * self._worker_count and tensor_bytes(spec) % (8 * self._worker_count) == 0
-            is_cut = is_even and rows * self._worker_count == spec.shape[0]
+            is_cut = self._divides and is_even and rows * self._worker_count == spec.shape[0]
             ready.split_of.append(len(ready.splits) + 1 if is_cut else 0)
             if is_cut:
                 bounds = [(i * rows, (i + 1) * rows) for i in range(self._worker_count)]

@@ -88,27 +88,33 @@ async def test_full_parameters_and_the_base(
 
 
 async def test_each_worker_gets_its_rows_of_full_parameters(qwen3_vl: Bench, one_rank: Bench) -> None:
-    """Trainers of two ranks and of one. A sampler of one worker still gets all tensors, with the same digest."""
+    """Trainers of two ranks and of one. All samplers prove the same digest: one of a single worker, which gets all
+    tensors; two that divide them equally; and another one, to which the trainer pushes separately.
+    """
     for bench in (qwen3_vl, one_rank):
         whole, pair, other = ReceivingSampler(), ReceivingSampler(2), ReceivingSampler(2)
-        for sampler in (whole, pair, other):
+        undivided = ReceivingSampler(2, divides=False)
+        samplers = (whole, pair, other, undivided)
+        for sampler in samplers:
             await sampler.start()
-        addresses = [whole.address, pair.address, other.address]
+        addresses = [sampler.address for sampler in samplers]
         model_id = await bench.create(None)
         await _train(bench, model_id)
         snapshot = await bench.client.take_snapshot(model_id, f"{model_id}@1")
         response = await bench.client.push_snapshot(snapshot.snapshot_id, addresses)
-        assert [result.error for result in response.results] == ["", "", ""]
+        assert [result.error for result in response.results] == ["", "", "", ""]
         expected = whole.received[snapshot.snapshot_id]
         assert whole.received_bytes == [snapshot.size_bytes]
-        for sampler in (pair, other):
+        assert undivided.received_bytes == [snapshot.size_bytes] * 2
+        for sampler in (pair, other, undivided):
             _assert_equal(sampler.received[snapshot.snapshot_id], expected)
+        for sampler in (pair, other):
             assert all(0.5 <= size / snapshot.size_bytes < 0.51 for size in sampler.received_bytes)
         await bench.clean()
         adapter = await bench.client.take_snapshot(await bench.adapter(), "adapter@1")
         await bench.client.push_snapshot("adapter@1", addresses)
         assert pair.received_bytes == [adapter.size_bytes] * 2, "each worker stores a whole adapter"
-        for sampler in (whole, pair, other):
+        for sampler in samplers:
             await sampler.stop()
         await bench.clean()
 

@@ -381,10 +381,11 @@ def _cut(specs: list[weights_pb2.TensorSpec], buffer: torch.Tensor) -> Iterator[
 
 def _placed(part: Part, own: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns a tensor with a part at its place, and NaN elsewhere."""
-    whole = torch.full(tuple(part.whole.shape), torch.nan, dtype=own.dtype, device=device)
-    taken = 0
+    whole = torch.empty(tuple(part.whole.shape), dtype=own.dtype, device=device)
+    taken, last = 0, 0
     for start, end in part.ranges:
-        length = end - start
-        whole.narrow(part.dimension, start, length).copy_(own.narrow(part.dimension, taken, length))
-        taken += length
+        whole.narrow(part.dimension, last, start - last).fill_(torch.nan)
+        whole.narrow(part.dimension, start, end - start).copy_(own.narrow(part.dimension, taken, end - start))
+        taken, last = taken + end - start, end
+    whole.narrow(part.dimension, last, whole.shape[part.dimension] - last).fill_(torch.nan)
     return whole
