@@ -20,9 +20,9 @@ from fovea.runtime.hosts import interface_of
 from fovea.runtime.model_files import LLAMA_LIKE
 from fovea_sampler.engine.vllm_launch import register_eagerly
 from fovea_sampler.vllm_patches import float32_residual
-from fovea_tinyvlm.families import ensure_family
 from fovea_trainer.model.packed_model import load_model
 from fovea_trainer.settings import TrainerSettings
+from tests.families import ensure_family
 
 EPSILON = 1e-6
 
