@@ -23,7 +23,7 @@ MOST_DIFFERENT = {"rl_digits", "rl_visgym_reasoned"}
 )
 def test_an_example_runs(name: str, stack: Stack, tmp_path: pathlib.Path) -> None:
     server = ["--base-url", stack.base_url, "--api-key", API_KEY]
-    size = ["--steps", "2", "--groups", "2", "--warm-up", "1", "--held-out", "4", "--seed", "5"]
+    size = ["--steps", "2", "--groups", "4", "--warm-up", "1", "--held-out", "4", "--seed", "5"]
     module, *options = EXAMPLES[name]
     run = subprocess.run(
         [sys.executable, "-m", f"examples.{module}", *options, *server, *size, "--out", tmp_path],
