@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from fovea_demo.digits import HELD_OUT_COUNT, load_scans
+from tests.client_environment import client_environment
 from tests.e2e.stack import Stack
 
 
@@ -19,7 +20,7 @@ def test_the_demo_learns_to_read_digits(epochs: int, least: float, stack: Stack,
     """
     server = ["--base-url", stack.base_url, "--base-model", stack.model_name]
     command = [sys.executable, "-m", "fovea_demo", "--epochs", str(epochs), "--out", str(tmp_path), *server]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=client_environment())
     assert result.returncode == 0, result.stdout + result.stderr
     figures = json.loads((tmp_path / "result.json").read_text())
     assert figures["accuracy_before"] <= 0.25

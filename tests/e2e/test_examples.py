@@ -9,18 +9,19 @@ import sys
 import numpy as np
 
 from examples.rl_geometry3k import write_rows
+from tests.client_environment import client_environment
 from tests.e2e.stack import API_KEY, Stack
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(name: str, stack: Stack) -> str:
-    environment = os.environ | {
-        "TINKER_BASE_URL": stack.base_url,
-        "TINKER_API_KEY": API_KEY,
-        "FOVEA_GRPC": stack.address("gateway"),
-        "TINKER_TELEMETRY": "0",
-    }
+    environment = client_environment(
+        TINKER_BASE_URL=stack.base_url,
+        TINKER_API_KEY=API_KEY,
+        FOVEA_GRPC=stack.address("gateway"),
+        TINKER_TELEMETRY="0",
+    )
     result = subprocess.run(
         [sys.executable, ROOT / "examples" / name],
         cwd=ROOT,
@@ -41,7 +42,7 @@ def test_a_first_model_is_good(stack: Stack) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "examples.first_model", "--base-url", stack.base_url, "--steps", "3"],
         cwd=ROOT,
-        env=os.environ | {"TINKER_API_KEY": API_KEY},
+        env=client_environment(TINKER_API_KEY=API_KEY),
         capture_output=True,
         text=True,
         timeout=120,
@@ -63,7 +64,7 @@ def test_records_are_learnt_from_and_a_run_that_is_over_stays_so(stack: Stack, t
         write_rows(file, rng, 4)
     small = ["--steps", "2", "--groups-per-step", "2", "--group-size", "2", "--max-tokens", "8", "--max-turns", "2"]
     command = [sys.executable, "-m", "examples.train_on_records", files[0], "--held-out", files[1], *small]
-    environment = os.environ | {"TINKER_BASE_URL": stack.base_url, "TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
+    environment = client_environment(TINKER_BASE_URL=stack.base_url, TINKER_API_KEY=API_KEY, TINKER_TELEMETRY="0")
     for lines in (["before:", "step 1:", "step 2:", "weights: tinker://"], ["weights: tinker://"]):
         asked = [*command, "--out", tmp_path / "run"]
         ended = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)

@@ -14,16 +14,18 @@ import pytest
 import tinker
 from PIL import Image
 
+from tests.client_environment import client_environment
 from tests.code_blocks import programs
 from tests.e2e.fovea_data.test_fine_tuning import digits
 from tests.e2e.stack import API_KEY, Stack
 
 
-def _run(program: str, stack: Stack, folder: Path) -> str:
-    """Runs a program against Fovea; returns what it prints."""
+def _run(program: str, stack: Stack, folder: Path, *, with_torch: bool = False) -> str:
+    """Runs a program against Fovea, with torch if it needs it; returns what it prints."""
     text = program.replace("http://127.0.0.1:8000", stack.base_url).replace("tml-local", API_KEY)
     (folder / "program.py").write_text(text)
-    environment = os.environ | {"TINKER_BASE_URL": stack.base_url, "TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
+    given = {"TINKER_BASE_URL": stack.base_url, "TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
+    environment = os.environ | given if with_torch else client_environment(**given)
     command = [sys.executable, "program.py"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,7 +45,7 @@ def test_a_folder_of_images_becomes_a_model_that_both_apis_serve(stack: Stack, t
         'model="birds-model"', "model=model.weights"
     )
     assert asking.count("model.weights") == 2
-    said = _run(f"{reading}\n{tuning}\n{asking}", stack, tmp_path).splitlines()
+    said = _run(f"{reading}\n{tuning}\n{asking}", stack, tmp_path, with_torch=True).splitlines()  # it merges an adapter
     assert len(said) >= 3
     assert (tmp_path / "birds-model" / "model.safetensors").exists()
 

@@ -1,7 +1,6 @@
 """Runs the reinforcement-learning examples for two small steps each, with only an address and a key."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import sys
 import pytest
 
 from examples.__main__ import EXAMPLES
+from tests.client_environment import client_environment
 from tests.e2e.stack import API_KEY, Stack
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def test_an_example_runs(name: str, stack: Stack, tmp_path: pathlib.Path) -> Non
     run = subprocess.run(
         [sys.executable, "-m", f"examples.{module}", *options, *server, *size, "--out", tmp_path],
         cwd=ROOT,
-        env=os.environ | {"TINKER_TELEMETRY": "0"},
+        env=client_environment(TINKER_TELEMETRY="0"),
         capture_output=True,
         text=True,
         timeout=600,

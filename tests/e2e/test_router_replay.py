@@ -33,7 +33,6 @@ from fovea.wire.errors import InvalidInput
 from fovea.wire.tensors import tensors_sha256
 from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_parity.trainer_part import datum_of
-from fovea_tinyvlm.families import ensure_family
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import BatchLayout
 from fovea_trainer.model.lora import LoraInjector
@@ -41,6 +40,7 @@ from fovea_trainer.model.packed_model import PackedModel, load_model
 from fovea_trainer.settings import TrainerSettings
 from tests.e2e.sampler.asking import rendered, request_for
 from tests.e2e.stack import API_KEY, Stack, running_stack
+from tests.families import ensure_family
 
 NEW_TOKENS = 40
 LAYERS, TOP = 3, 2

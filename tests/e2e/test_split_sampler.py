@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 
 from benchmarks import random_checkpoint
 from fovea_sampler.engine.manifest_check import checkpoint_shapes
-from fovea_tinyvlm.families import ensure_family
 from tests.e2e.prompts import Prompt, PromptBuilder
 from tests.e2e.sampler.rows import own_bytes, received_bytes
 from tests.e2e.stack import Stack, running_stack
 from tests.e2e.test_agreement import check_model
+from tests.families import ensure_family
 
 _VARIABLES = {"FOVEA_SAMPLER_TENSOR_PARALLEL": "2", "FOVEA_SAMPLER_EXPERT_PARALLEL": "true"}
 

@@ -3,7 +3,6 @@
 No renderer is called, and images are refused with a reason.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer, MistralConfig
 
 import fovea_tinyvlm
 from tests.checkpoints import save_random
+from tests.client_environment import client_environment
 from tests.e2e.prompts import PromptBuilder, picture
 from tests.e2e.stack import API_KEY, Stack, running_stack
 from tests.e2e.test_agreement import check_model
@@ -74,7 +74,7 @@ def test_the_sdk_finds_the_tokenizer_of_a_folder_of_two_slashes(text_stack: Stac
 def test_a_first_model_may_be_text_only(text_stack: Stack) -> None:
     """Its weights are random, so any ten answers lower the loss."""
     command = [sys.executable, "-m", "examples.first_model", "--base-url", text_stack.base_url, "--steps", "3"]
-    environment = os.environ | {"TINKER_API_KEY": API_KEY}
+    environment = client_environment(TINKER_API_KEY=API_KEY)
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     text_only, *_, judged = ended.stdout.splitlines()

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from fovea_conformance.adapters import ADAPTER, download
-from fovea_tinyvlm.families import ensure_family
 from fovea_trainer.weights.weight_files import EXPERT_PROJECTIONS
 from tests.e2e.prompts import Prompt, PromptBuilder, picture
 from tests.e2e.stack import API_KEY, Stack, running_stack
 from tests.e2e.test_agreement import take_steps, trainer_logprobs
 from tests.e2e.test_checkpoints import upload
+from tests.families import ensure_family
 
 RANK = 4
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+_proj)\.(lora_[AB]\.weight)")

@@ -288,6 +288,7 @@ def end_session(
 ) -> None:
     """End a session and delete its models and their recovery data. Checkpoints are kept."""
     _ask(gateway, state_dir, api_key, lambda client: client.finish_session(session_id))
+    typer.echo(f"session {session_id} has ended; its models are freed", err=True)
 
 
 def _ask(

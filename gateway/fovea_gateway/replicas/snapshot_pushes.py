@@ -20,7 +20,15 @@ from cachetools import LRUCache
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.runtime import tracing
 from fovea.runtime.tasks import BackgroundTasks, SingleFlight
-from fovea.wire.errors import DeadlineExceeded, FailedPrecondition, FoveaError, ModelLost, NotFound, Unavailable
+from fovea.wire.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    FoveaError,
+    Internal,
+    ModelLost,
+    NotFound,
+    Unavailable,
+)
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import models, sampling_sessions, snapshots
@@ -49,6 +57,10 @@ class SnapshotRecord:
 
 class RestoreInProgress(Unavailable):
     """A restarted trainer is restoring the model. Callers keep waiting, however long it takes."""
+
+
+class LoadFailed(Unavailable):
+    """No sampler could load the weights, because of internal errors. A retry may fail in the same way."""
 
 
 @dataclass
@@ -294,6 +306,8 @@ class Snapshots:
             raise self._gone(snapshot_id, kept) from None
         except DeadlineExceeded as error:
             raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None
+        except Internal as error:
+            raise LoadFailed(error.message) from None
 
     def _gone(self, snapshot_id: str, kept: SnapshotRecord | None) -> FoveaError:
         self._lost.add(snapshot_id)

@@ -26,7 +26,7 @@ from fovea_gateway.access.fair_queue import Turn
 from fovea_gateway.replicas.base_models import BaseModel
 from fovea_gateway.replicas.replicas import ReplicaLeft
 from fovea_gateway.replicas.samplers import Sampler, version_of
-from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress
+from fovea_gateway.replicas.snapshot_pushes import LoadFailed, RestoreInProgress
 from fovea_gateway.sampling import sample_wire as targets
 from fovea_gateway.sampling.sample_wire import Cells, Makers, gather, makers_of
 from fovea_gateway.sessions.future import Kind, Pending, QueueState, stage
@@ -50,7 +50,7 @@ _MENDS = 30
 _KNOWN_MAKERS = 2**14
 _KNOWN_MODELS = 2**12
 _BREAKS = 10
-"""How many samplers may fail while they have one request before the request is assumed to be the cause."""
+"""How often samplers may fail with one request, or to load its weights, before these are assumed to be the cause."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class SampleWork:
         cells: The cells to score in the prompt.
         outage: The backoff since a sampler first failed the request.
         mends: The number of times that the request found its snapshot or its image evicted.
-        breaks: The number of samplers that have failed with the request in them.
+        breaks: The number of samplers that have failed with the request in them, or that could not load its weights.
         is_following: Whether newer full weights may replace those of the last try while it runs.
     """
 
@@ -321,9 +321,10 @@ class SampleRunner:
                 raise Unavailable(
                     f"gave up after {self._retry_deadline_s:.0f} s: {error.message}. Send the request again"
                 ) from None
+            work.breaks += isinstance(error, LoadFailed)
             if work.breaks > _BREAKS:
                 raise Unavailable(
-                    f"gave up: {work.breaks} samplers failed while they had this request: {error.message}"
+                    f"gave up: samplers failed {work.breaks} times with this request: {error.message}"
                 ) from None
             work.pending.progress.wait_on(error.message, QueueState.PAUSED)
             await work.outage.pause()

@@ -1,7 +1,6 @@
 """A user's program ends in one line after Ctrl-C, and with a last line about a wrong API key, which says what to do."""
 
 import asyncio
-import os
 import re
 import signal
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fovea_tinyvlm
+from tests.client_environment import client_environment
 from tests.contract.gateway import fakes
 from tests.contract.gateway.conftest import KEY, Stand, running
 
@@ -67,7 +67,7 @@ fine_tune(load_chats([{"prompt": "Is it?", "completion": "yes"}]), out="run", ba
 async def begin(folder: Path, program: str, stand: Stand, key: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, stand.url, key, fakes.MODEL, cwd=folder,
-        env=os.environ | {"TINKER_TELEMETRY": "0"},
+        env=client_environment(TINKER_TELEMETRY="0"),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
 

@@ -1,7 +1,6 @@
 """The programs of the reinforcement-learning guide run against a gateway, the first one unchanged."""
 
 import asyncio
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fovea_tinyvlm
+from tests.client_environment import client_environment
 from tests.code_blocks import programs
 from tests.contract.gateway import fakes
 from tests.contract.gateway.conftest import KEY, Stand, running
@@ -23,8 +23,8 @@ async def _run(program: str, stand: Stand, folder: Path) -> list[str]:
     text = program.replace("http://127.0.0.1:8000", stand.url).replace("tml-local", KEY)
     (folder / "program.py").write_text(text.replace("LoopSettings()", _SHORT))
     command = [sys.executable, str(folder / "program.py")]
-    given = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
-    environment = given | {"TINKER_TELEMETRY": "0"}
+    environment = {name: value for name, value in client_environment().items() if not name.startswith("TINKER_")}
+    environment |= {"TINKER_TELEMETRY": "0"}
     ended = await asyncio.to_thread(
         subprocess.run, command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200
     )
@@ -47,11 +47,12 @@ async def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest
 async def test_its_warm_up_and_its_resumed_run_go_on_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other blocks use the names of the first one; they run in place of its training, with few episodes."""
+    """The other blocks replace its training and use its names, with few episodes and steps."""
     monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
     first, *others = programs("rollout.md")
     assert len(others) == 2
-    lines = "\n".join(others).replace("sources * 256", "sources * 2").splitlines(keepends=True)
+    blocks = "\n".join(others).replace("sources * 256", "sources * 2")
+    lines = blocks.replace("WarmUpSettings(", "WarmUpSettings(steps=2, ").splitlines(keepends=True)
     imports = "".join(line for line in lines if line.startswith("from "))
     names = "held_out, model = sources, served.supported_models[0].model_name\n"
     body = names + "".join(line for line in lines if not line.startswith("from "))

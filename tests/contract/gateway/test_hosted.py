@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import pathlib
 import sys
 import time
@@ -11,6 +10,7 @@ from asyncio.subprocess import PIPE, STDOUT
 import pytest
 
 from fovea_gateway.access.api_keys import Scope
+from tests.client_environment import client_environment
 from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
@@ -50,7 +50,7 @@ async def test_the_command_line_exports_a_trace(stand: Stand, rest: Rest, tmp_pa
     for seq_id in (1, 2):
         await rest.result((await rest.ok("optim_step", model_id=model, seq_id=seq_id, adam_params={}))["request_id"])
     file = tmp_path / "trace.pftrace"
-    environment = os.environ | {"TINKER_BASE_URL": stand.url, "TINKER_API_KEY": KEY, "HOME": str(tmp_path)}
+    environment = client_environment(TINKER_BASE_URL=stand.url, TINKER_API_KEY=KEY, HOME=str(tmp_path))
     command = [sys.executable, "-m", "tinker.cli", "session", "export-trace", rest.session_id, "--output", str(file)]
     process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=STDOUT)
     output, _ = await process.communicate()
@@ -86,8 +86,8 @@ async def test_a_key_is_described(rest: Rest) -> None:
 
 
 async def test_the_command_line_sees_sessions_models_and_its_key(stand: Stand, tmp_path: pathlib.Path) -> None:
-    environment = os.environ | {"TINKER_BASE_URL": stand.url, "TINKER_API_KEY": KEY, "HOME": str(tmp_path)}
-    # One process for all, because importing the SDK imports torch.
+    environment = client_environment(TINKER_BASE_URL=stand.url, TINKER_API_KEY=KEY, HOME=str(tmp_path))
+    # One process for all, because importing the SDK takes a second.
     calls = [["auth", "status"], ["model", "list"], ["auth", "login"]]
     code = f"from tinker.cli.__main__ import main_cli\nfor call in {calls}: main_cli(call, standalone_mode=False)"
     process = await asyncio.create_subprocess_exec(

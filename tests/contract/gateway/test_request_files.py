@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.client_environment import client_environment
+
 MOST = {"forward_backward": 23, "sample": 22, "optim_step": 18, "save_and_first_sample": 31}
 """The largest number of gateway files that each request may enter. These limits may only fall."""
 
@@ -14,7 +16,7 @@ MOST = {"forward_backward": 23, "sample": 22, "optim_step": 18, "save_and_first_
 def found() -> dict[str, int]:
     # In its own process, because the profiler sees only threads that start after it.
     command = [sys.executable, "-m", "benchmarks.request_files"]
-    run = subprocess.run(command, capture_output=True, check=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, check=True, timeout=120, env=client_environment())
     figures = [json.loads(line) for line in run.stdout.splitlines()]
     return {one["figure"].removeprefix("request_files."): one["value"] for one in figures}
 

@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from fovea.wire.errors import FeatureEvicted, NotFinite, Unavailable
+from fovea.wire.errors import FeatureEvicted, Internal, NotFinite, Unavailable
 from fovea_gateway.sampling import sample_runner
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL, FakeSampler
@@ -138,6 +138,19 @@ async def test_failed_push_is_tried_again(stand: Stand, rest: Rest) -> None:
     assert len(stand.trainer.of("PushSnapshot")) == 3
 
 
+async def test_weights_that_no_sampler_can_load_are_given_up(
+    stand: Stand, rest: Rest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_runner, "_BREAKS", 2)
+    stand.trainer.failures["PushSnapshot"] += [Internal("no sampler received it: a tensor is missing")] * 9
+    sampling_id = await rest.snapshot(await rest.create_model(), 1)
+    answer = await rest.result((await rest.sample(sampling_id, 0)).json()["request_id"])
+    assert answer["category"] == "server"
+    assert "samplers failed 3 times with this request: no sampler received it: a tensor is missing" in answer["error"]
+    stand.trainer.failures["PushSnapshot"].clear()
+    assert "sequences" in await rest.result((await rest.sample(sampling_id, 1)).json()["request_id"])
+
+
 async def test_killed_sampler_comes_back_and_the_samples_finish(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     sampling_id = await rest.snapshot(model_id, 1)
@@ -176,7 +189,7 @@ async def test_a_request_that_ends_its_sampler_again_and_again_is_given_up(
     stand.sampler.failures["Sample"] += [Unavailable("the engine has died")] * 3
     answer = await rest.result((await rest.sample(sampling_id, 0)).json()["request_id"])
     assert answer["category"] == "server"
-    assert "3 samplers failed while they had this request: the engine has died" in answer["error"]
+    assert "samplers failed 3 times with this request: the engine has died" in answer["error"]
     assert "sequences" in await rest.result((await rest.sample(sampling_id, 1)).json()["request_id"])
 
 

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typer.testing import CliRunner
 from fovea_data.evaluate import main
 from fovea_demo.digits import QUESTION
 from fovea_rollout.messages import Picture
+from tests.client_environment import client_environment
 from tests.e2e.fovea_data.conftest import Trained
 from tests.e2e.fovea_data.test_fine_tuning import digits
 from tests.e2e.prompts import picture
@@ -43,7 +43,7 @@ def test_a_base_model_and_its_untrained_checkpoint_score_alike(stack: Stack, tmp
         training: tinker.TrainingClient = service.create_lora_training_client(base_model=stack.model_name).result()
         path = training.save_weights_for_sampler("untrained").result().path
     command = [pathlib.Path(sys.executable).with_name("fovea"), "evaluate", *arguments(stack, stack.model_name, folder)]
-    base = subprocess.run(command, env=os.environ | TOLD, capture_output=True, text=True, check=False)
+    base = subprocess.run(command, env=client_environment(**TOLD), capture_output=True, text=True, check=False)
     assert base.returncode == 0, base
     checkpoint = evaluate(stack, path, folder)
     assert checkpoint.exit_code == 0, checkpoint.output

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tests.client_environment import client_environment
 from tests.e2e.stack import API_KEY, Stack
 from tests.waiting import eventually
 
@@ -49,7 +49,7 @@ def test_a_killed_run_goes_on_to_the_bit(stack: Stack, tmp_path: pathlib.Path) -
 
     def start(out: pathlib.Path) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-c", RUN, folder, out, stack.base_url, API_KEY]
-        return subprocess.Popen(command, env=os.environ | {"TINKER_TELEMETRY": "0"})
+        return subprocess.Popen(command, env=client_environment(TINKER_TELEMETRY="0"))
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     undisturbed, killed = start(whole), start(cut)

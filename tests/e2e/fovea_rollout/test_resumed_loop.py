@@ -1,7 +1,6 @@
 """A killed loop resumes with another client and gives the same result as an undisturbed one."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout import ChatTemplate, train
+from tests.client_environment import client_environment
 from tests.e2e.fovea_rollout.resumable_run import SETTINGS
 from tests.e2e.fovea_rollout.test_loop import Watched
 from tests.e2e.stack import API_KEY, Stack
@@ -30,7 +30,7 @@ def figures(out: pathlib.Path) -> list[dict[str, float]]:
 
 def start(out: pathlib.Path, stack: Stack) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "tests.e2e.fovea_rollout.resumable_run", str(out), stack.base_url, API_KEY]
-    return subprocess.Popen(command, env=os.environ | {"TINKER_TELEMETRY": "0"}, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, env=client_environment(TINKER_TELEMETRY="0"), stdout=subprocess.DEVNULL)
 
 
 async def test_a_killed_loop_goes_on(stack: Stack, tmp_path: pathlib.Path, service: tinker.ServiceClient) -> None:

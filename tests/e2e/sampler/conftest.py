@@ -15,12 +15,12 @@ from fovea.api.v1 import model_input_pb2
 from fovea.client.inference import SamplerClient
 from fovea.wire import tensors
 from fovea.wire.tensors import FeatureTensors
-from fovea_tinyvlm.families import ensure_family
 from tests.e2e.sampler.asking import Part, rendered
 from tests.e2e.sampler.copies import close_copies
 from tests.e2e.sampler.process import SamplerProcess, running_sampler
 from tests.e2e.sampler.reference import Reference
 from tests.e2e.sampler.renderer import TinyRenderer, running_renderer
+from tests.families import ensure_family
 
 MIXTURE = "qwen3_5_moe"
 THREE_SLOTS = ("--max-loras", "3", "--max-adapters", "8")

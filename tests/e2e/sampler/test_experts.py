@@ -14,12 +14,12 @@ import pytest
 
 from fovea.client.inference import SamplerClient
 from fovea.wire.errors import InvalidInput
-from fovea_tinyvlm.families import ensure_family
 from tests.e2e.sampler.asking import Answer, ask, rendered, request_for
 from tests.e2e.sampler.conftest import MIXTURE, THREE_SLOTS, sampler_of
 from tests.e2e.sampler.reference import Reference, as_in_files, random_adapter
 from tests.e2e.sampler.sender import Sender
 from tests.e2e.sampler.test_weights import trained
+from tests.families import ensure_family
 
 TOLERANCE = {"qwen3_moe": 1e-4, "qwen3_vl_moe": 1e-4, "qwen3_5_moe": 1e-3}
 """In nats. Delta nets amplify float32 noise, the more so if a prompt is split differently."""

@@ -18,10 +18,10 @@ from fovea.api.v1 import model_input_pb2
 from fovea.client.inference import SamplerClient
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
-from fovea_tinyvlm.families import ensure_family
 from tests.contract.renderer.inputs import image, model_input, text
 from tests.e2e.sampler.asking import ask, request_for
 from tests.e2e.sampler.conftest import MIXTURE, sampler_of
+from tests.families import ensure_family
 from tests.served_renderer import Served, serving
 from tests.unit.renderer.pictures import encoded
 

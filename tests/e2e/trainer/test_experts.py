@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fovea.api.v1 import model_input_pb2, weights_pb2
 from fovea.wire import tensors
-from fovea_tinyvlm.families import ensure_family
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.copied_trainer import CopiedTrainer
 from tests.e2e.trainer.examples import datum, header
 from tests.e2e.trainer.receiving_sampler import ReceivingSampler
+from tests.families import ensure_family
 
 LORA = weights_pb2.LoraConfig(rank=4, train_attention=True, train_mlp=True)
 

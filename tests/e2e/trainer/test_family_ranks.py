@@ -16,12 +16,12 @@ from fovea.wire import tensors
 from fovea.wire.tensors import FeatureTensors
 from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_parity.refusals import running_renderer
-from fovea_tinyvlm.families import ensure_family
 from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.model.optimizer import Adam
 from tests.e2e.trainer.examples import datum
 from tests.e2e.trainer.rank_engine import Call, run_ranks
 from tests.e2e.trainer.test_ranks import relative
+from tests.families import ensure_family
 
 ADAM = Adam(1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0)
 SETTINGS = {"keep_gathered": "never", "recompute": "always", "dtype": "float32"}

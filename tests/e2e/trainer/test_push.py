@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fovea.api.v1 import weights_pb2
-from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, Unavailable
+from fovea.wire.errors import AlreadyExists, Internal, InvalidInput, NotFound, Unavailable
 from fovea_trainer.model.packed_model import file_names
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header
@@ -167,7 +167,7 @@ async def test_sampler_that_refuses_or_differs_is_reported(
         await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address], timeout_s=30)
     second_sampler.refuse_manifest = False
     second_sampler.lie_about_digest = True
-    with pytest.raises(Unavailable, match="received data with digest 0000"):
+    with pytest.raises(Internal, match="received data with digest 0000"):
         await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address])
     second_sampler.lie_about_digest = False
     second_sampler.manifests.clear()
@@ -188,6 +188,9 @@ async def test_sampler_that_fails_on_the_way_does_not_cost_the_others(
         assert response.results[0].error in ("no route to the store", "the engine died")
         assert response.results[1].error == ""
         assert f"{model_id}@1" in sampler.received
+        kind = Internal if weakness == "break_off" else Unavailable
+        with pytest.raises(kind, match="no sampler received"):
+            await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address], timeout_s=60)
         await qwen3.clean()
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from fovea.runtime.hosts import free_ports
+from tests.client_environment import client_environment
 
 _PROGRAM = """
 import sys, threading
@@ -36,7 +37,12 @@ def test_a_wrong_address_is_reported_before_the_sdk_is_loaded_which_any_thread_t
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(url=url)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", _PROGRAM.format(url=url)],
+        env=client_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     first, second, is_loaded, names, last = done.stdout.splitlines()
     assert f"no server responds at {url}" in first, done.stderr

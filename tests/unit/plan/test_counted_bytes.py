@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import fovea_tinyvlm
 from fovea_plan.trainer_plan import TrainerPlan
-from fovea_tinyvlm.families import ensure_family
 from fovea_trainer.command_queue import CreateModel, DeleteModel, TakeSnapshot
 from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.model.optimizer import MOMENTS
@@ -17,6 +16,7 @@ from fovea_trainer.model.sharding import local_of
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.training_engine import TrainingEngine
+from tests.families import ensure_family
 from tests.ranks import run_ranks
 
 LORA = LoraSettings(8, 32.0, 7, True, True, True, False)

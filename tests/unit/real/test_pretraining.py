@@ -16,7 +16,7 @@ from fovea_real.asking import ask_transformers, questions, read_recipe, scores, 
 from fovea_real.drawings import COLOURS
 from fovea_real.pretraining import IGNORED, NAMES, Encoder, Learner, Recipe, train
 from fovea_real.vlm import main
-from fovea_tinyvlm.families import ensure_family
+from tests.families import ensure_family
 
 RECIPE = Recipe(
     steps=30, tower=Tower(64, 16, 2, 32, 1, 2), tasks=("shapes",), most_shapes=1, batch=4, micro_batch=2, length=96,

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -18,11 +17,11 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from fovea.runtime.hosts import interface_of
 from fovea.runtime.model_files import LLAMA_LIKE
-from fovea_sampler.engine.vllm_launch import register_eagerly
 from fovea_sampler.vllm_patches import float32_residual
-from fovea_tinyvlm.families import ensure_family
 from fovea_trainer.model.packed_model import load_model
 from fovea_trainer.settings import TrainerSettings
+from tests.families import ensure_family
+from tests.unit.sampler.engine_configs import engine_config
 
 EPSILON = 1e-6
 
@@ -40,10 +39,7 @@ def _one_worker(config: VllmConfig, folder: Path) -> Iterator[None]:
 
 
 def _config(directory: Path, dtype: str) -> VllmConfig:
-    for architecture in AutoConfig.from_pretrained(directory).architectures:
-        register_eagerly(architecture)
-    arguments: Any = {"model": str(directory), "dtype": dtype, "enforce_eager": True, "skip_tokenizer_init": True}
-    config = AsyncEngineArgs(**arguments).create_engine_config()
+    config = engine_config(directory, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
     float32_residual.configure(config)
     return config
 

@@ -49,6 +49,7 @@ async def refusal(trials: GrammarTrials, asked: dict[str, Any], owner: str = "ow
     return ""
 
 
+@pytest.mark.slow
 async def test_grammars_that_take_too_much_are_refused_by_name_and_others_are_not(trials: GrammarTrials) -> None:
     harmless: list[dict[str, Any]] = [
         {"regex": "[a-z]{300}"},

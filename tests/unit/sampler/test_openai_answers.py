@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import pytest
 import xgrammar
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.renderers.registry import renderer_from_config
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -28,6 +27,7 @@ from fovea_sampler.generation import Generation, ImageFetcher
 from fovea_sampler.pushes import SnapshotPushes
 from fovea_sampler.sampler_servicer import EngineInfo, SamplerService
 from fovea_sampler.weight_store import AdapterCache, SlotQueue, WeightStore
+from tests.unit.sampler.engine_configs import engine_config
 from tests.unit.sampler.memory_engine import MemoryEngine
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Où est-ce? 🦊"}], "max_completion_tokens": 9, "n": 2}
@@ -39,7 +39,7 @@ MADE = re.compile(r'"(id|created|random_tool_id)":("[^"]*"|\d+)')
 @pytest.fixture(scope="module")
 def serving() -> OpenAIServing:
     """vLLM's serving classes for the tiny model, without an engine."""
-    config = AsyncEngineArgs(model=str(fovea_tinyvlm.ensure("qwen3_vl"))).create_engine_config()
+    config = engine_config(fovea_tinyvlm.ensure("qwen3_vl"))
     renderer = renderer_from_config(config)
     processor = InputProcessor(config, renderer)
     llm: Any = SimpleNamespace(

@@ -114,7 +114,7 @@ def _rank(rank: int, size: int, directory: Path, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_bits_of_a_call_do_not_depend_on_its_neighbours(size: int, tmp_path: Path) -> None:
     run_ranks(_rank, size, size, fovea_tinyvlm.ensure("qwen3_vl"), tmp_path)
     alone, beside = json.loads((tmp_path / "found").read_text())

@@ -22,7 +22,7 @@ import torch
 
 from fovea.api.v1 import sampler_pb2, trainer_pb2, weights_pb2
 from fovea.runtime.tasks import SharedLock
-from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable
+from fovea.wire.errors import FoveaError, Internal, InvalidInput, NotFound, Unavailable
 from fovea.wire.manifest import buckets, padded_bytes
 from fovea_trainer import command_queue, trainer_metrics
 from fovea_trainer.command_queue import CommandQueue
@@ -64,11 +64,13 @@ class PushOutcome:
         loaded: Seconds for which each successful sampler paused.
         failed: The error of each failed sampler.
         refused: Failed samplers that rejected the snapshot as invalid, so that a retry cannot succeed.
+        faulty: Failed samplers with an internal error or a wrong digest, so that a retry may fail in the same way.
     """
 
     loaded: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    faulty: set[str] = field(default_factory=set)
 
     def is_known(self, member: Member) -> bool:
         """Returns True if the result of this member is known."""
@@ -216,6 +218,8 @@ class Delivery:
             except FoveaError as error:
                 if isinstance(error, InvalidInput):
                     self._outcome.refused.add(address)
+                elif isinstance(error, Internal):
+                    self._outcome.faulty.add(address)
                 fail(address, error.message)
             else:
                 if response.WhichOneof("phase") == phase:
@@ -231,6 +235,7 @@ class Delivery:
                 self._outcome.loaded[address] = response.loaded.pause_s
                 trainer_metrics.PUSHED_BYTES.inc(self._snapshot.size_bytes)
             else:
+                self._outcome.faulty.add(address)
                 self._outcome.failed[address] = (
                     f"it received data with digest {response.loaded.digest}, but the digest of the snapshot is"
                     f" {self._snapshot.digest}"
@@ -272,6 +277,7 @@ class Pusher:
         Raises:
             NotFound: Neither memory nor storage has the snapshot.
             Unavailable: No sampler received the snapshot.
+            Internal: No sampler received the snapshot, because all had internal errors.
             InvalidInput: The request names no sampler, or one twice; or no sampler can load the snapshot, because the
                 snapshot does not fit the samplers' model.
         """
@@ -307,7 +313,8 @@ class Pusher:
                 raise InvalidInput(
                     f"no sampler accepts snapshot {request.snapshot_id!r}: {reasons}", field="snapshot_id"
                 )
-            raise Unavailable(f"no sampler received snapshot {request.snapshot_id!r}: {reasons}")
+            kind = Internal if outcome.faulty.issuperset(outcome.failed) else Unavailable
+            raise kind(f"no sampler received snapshot {request.snapshot_id!r}: {reasons}")
         results = [
             trainer_pb2.PushResult(
                 sampler=address, error=outcome.failed.get(address, ""), pause_s=outcome.loaded.get(address, 0.0)

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from fovea.runtime.model_files import LLAMA_LIKE
-from fovea_tinyvlm.families import ensure_family
 from fovea_trainer.batches.micro_batch import Documents
 from fovea_trainer.model import fused_layers
 from fovea_trainer.model.fused_layers import residual_norm, stream_dtype
@@ -21,6 +20,7 @@ from fovea_trainer.model.model_family import family_of
 from fovea_trainer.model.packed_model import PackedModel, load_model
 from fovea_trainer.model.weight_reading import read_weights
 from fovea_trainer.settings import TrainerSettings
+from tests.families import ensure_family
 
 COUNT, LAYERS = 96, 16
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import Gemma4TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3VLConfig
 
-from fovea_tinyvlm.families import ensure_family
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import BatchLayout
 from fovea_trainer.model.linear_attention import retained_bytes
@@ -26,6 +25,7 @@ from fovea_trainer.model.memory_budget import (
 )
 from fovea_trainer.model.packed_model import PackedModel, load_model
 from fovea_trainer.settings import TrainerSettings
+from tests.families import ensure_family
 
 CPU = torch.device("cpu")
 

@@ -25,12 +25,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fovea_tinyvlm
 from benchmarks import random_checkpoint
-from fovea_tinyvlm.families import ensure_families
 from fovea_trainer.model.packed_model import build_model, file_names, load_model
 from fovea_trainer.model.sharding import ShardedModel
 from fovea_trainer.model.weight_reading import read_weights
 from fovea_trainer.settings import TrainerSettings
 from fovea_weights import random_slices
+from tests.families import ensure_family
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def _save_with_experts(config: PretrainedConfig, directory: Path) -> Path:
 
 
 def test_each_rank_reads_its_part(tmp_path: Path) -> None:
-    directories = {"qwen3_vl": fovea_tinyvlm.ensure("qwen3_vl"), **ensure_families(NAMES)}
+    directories = {name: ensure_family(name) for name in ("qwen3_vl", *NAMES)}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     configs = (
         Qwen3MoeConfig(**EXPERTS),
@@ -157,7 +157,7 @@ def test_files_of_another_model(change: Callable[[dict[str, Tensor]], None], sai
 
 
 def test_weights_of_a_checkpoint_without_bytes(tmp_path: Path) -> None:
-    base = ensure_families(["qwen3_vl_moe"])["qwen3_vl_moe"]
+    base = ensure_family("qwen3_vl_moe")
     models = []
     for name, seed in (("one", 3), ("same", 3), ("other", 4)):
         random_checkpoint.copy(base, tmp_path / name, seed)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from fovea.runtime.model_files import UNTRAINED
 from fovea.wire.errors import InvalidInput
-from fovea_tinyvlm.families import ensure_families
 from fovea_trainer.model.expert_routing import expert_mesh
 from fovea_trainer.model.packed_model import build_model
 from fovea_trainer.model.sharding import ShardedModel, local_of, rank_mesh
@@ -22,6 +21,7 @@ from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights import weight_files
 from fovea_trainer.weights.checkpoint_folder import Folder
+from tests.families import ensure_family
 from tests.ranks import run_ranks
 
 NAMES = [
@@ -78,7 +78,7 @@ LAYOUTS = [
 def test_files_are_laid_out_as_the_base_s(
     ranks: int, replicas: int, spreads: tuple[int, ...], names: list[str], tmp_path: Path
 ) -> None:
-    run_ranks(_rank, ranks, ranks, replicas, spreads, str(tmp_path), ensure_families(names))
+    run_ranks(_rank, ranks, ranks, replicas, spreads, str(tmp_path), {name: ensure_family(name) for name in names})
 
 
 def test_adapters_of_experts_come_back_together() -> None:
