@@ -28,7 +28,7 @@ SHAPES = {
 
 
 class Worker(nn.Module):
-    """A model whose loader takes parts of tensors in the ways of vLLM's loaders.
+    """A model with a loader that takes parts of tensors in the ways of vLLM's loaders.
 
     Args:
         rank: Index of the worker.
