@@ -54,7 +54,7 @@ def plan_sampler(
     engine_bytes = int(gpu_bytes * settings.gpu_memory_fraction)
     push_bytes = 0
     if settings.full_push_room != "never" and settings.kv_cache_mib is None and not settings.shared_base:
-        push_bytes = engine_arguments.room_for_pushes(settings.full_push_room, whole_bytes, engine_bytes, size)
+        push_bytes = engine_arguments.room_for_pushes(settings.full_push_room, shapes, item_bytes, engine_bytes, size)
     slot_bytes = engine_arguments.slot_room(settings, gpu_bytes)
     capacity = capacity_for(settings, shapes, item_bytes, slot_bytes, host_bytes=2**62)
     slots_bytes = capacity.slots * capacity.adapter_bytes // size

@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from fovea.api.v1 import sampler_pb2, weights_pb2
 
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 WORD_BYTES = 8
+_LAYER = re.compile(r".*?\.\d+\.")
 
 
 def tensor_bytes(spec: weights_pb2.TensorSpec) -> int:
@@ -89,6 +92,21 @@ def parts_of(
         cut.shape[dimension] = sum(end - start for start, end in ranges)
         result.append(Part(cut, spec, dimension, ranges, holders))
     return result
+
+
+def most_placed_bytes(sizes: Iterable[tuple[str, int]]) -> int:
+    """Returns the most bytes that a worker needs for divided tensors in full shape while vLLM loads them.
+
+    vLLM may hold the tensors of a layer until the layer is complete, and those outside layers until the end.
+
+    Args:
+        sizes: The name of each divided tensor, and its bytes in full shape.
+    """
+    layers = Counter({"": 0})
+    for name, size_bytes in sizes:
+        layer = _LAYER.match(name)
+        layers[layer[0] if layer else ""] += size_bytes
+    return layers.pop("") + max(layers.values(), default=0)
 
 
 def sender_groups(group_id: str, sender_count: int, worker: int | None = None) -> list[str]:

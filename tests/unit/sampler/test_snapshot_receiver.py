@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.manifest import buckets, joined_digest, padded_bytes, parts_of
+from fovea.wire.manifest import buckets, joined_digest, most_placed_bytes, padded_bytes, parts_of
 from fovea_sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
 from fovea_trainer.weights.snapshot_store import packed, packed_parts, specs_of
 from fovea_trainer.weights.transfer_groups import SenderGroup, TransferGroups
@@ -154,7 +154,11 @@ def test_each_worker_of_a_split_group_gets_its_parts(
     assert joined_digest(manifest.tensors, sums) == digest.hexdigest()
     assert all(report["digest"] == "" for report in reports)
     for worker, receiver in enumerate(receivers):
-        found = dict(receiver.arrival("task").tensors(torch.device("cpu")))
+        arrival = receiver.arrival("task")
+        held = [tensor.nbytes for tensor, _, bounds in DIVIDED.values() if bounds and bounds[worker]]
+        assert arrival.room.numel() == sum(held), "memory for tensors in full shape is reserved before the load"
+        found = dict(arrival.tensors(torch.device("cpu")))
+        assert arrival.room is None
         size_bytes = 0
         for name, (tensor, dimension, bounds) in DIVIDED.items():
             own = _rows(dimension, bounds[worker], tensor) if bounds else torch.ones(tensor.shape, dtype=torch.bool)
@@ -168,6 +172,27 @@ def test_each_worker_of_a_split_group_gets_its_parts(
     sums[0]["0,1"] += 1
     with pytest.raises(ValueError, match="workers 0,1 received different bytes"):
         joined_digest(manifest.tensors, sums)
+
+
+def test_a_worker_without_memory_for_a_divided_tensor_fails_before_it_receives(
+    senders: list[TransferGroups], threads: ThreadPoolExecutor
+) -> None:
+    """Nothing is sent: the tensor in full shape does not fit into any address space."""
+    _, receivers = _met(senders, threads, is_split=True)
+    spec = weights_pb2.TensorSpec(name="model.layers.0.up", dtype="float32", shape=[2**46, 2])
+    manifest = weights_pb2.SnapshotManifest(tensors=[spec], bucket_bytes=BUCKET_BYTES)
+    parts = [weights_pb2.TensorPart(bounds=one) for one in ([0, 1], [1, 2**46])]
+    ready = sampler_pb2.SnapshotReady(splits=[weights_pb2.TensorSplit(parts=parts)], split_of=[1])
+    receivers[0].start_receive("task", GROUP, manifest, 20, lambda arrival: arrival, ready)
+    report = _ended(receivers[0], "task")
+    assert report["phase"] == "failed"
+    assert "loading needs 524288.0 GiB beside the snapshot" in report["error"]
+
+
+def test_a_layer_is_loaded_at_a_time_and_what_is_outside_layers_stays() -> None:
+    sizes = {"embed": 5, "model.layers.0.q": 2, "model.layers.0.experts.1.up": 3, "model.layers.1.q": 4, "head": 6}
+    assert most_placed_bytes(sizes.items()) == 5 + 6 + 2 + 3
+    assert most_placed_bytes([]) == 0
 
 
 def test_a_sender_hears_that_the_group_was_closed(senders: list[TransferGroups], threads: ThreadPoolExecutor) -> None:

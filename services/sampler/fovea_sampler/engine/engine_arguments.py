@@ -1,6 +1,7 @@
 """Validates the `engine_arguments` setting, and derives single arguments of vLLM's engine."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Collection, Mapping
 from enum import EnumType
@@ -12,6 +13,7 @@ from fovea import vision
 from fovea.runtime import model_files
 from fovea.vision.processor_vl import ProcessorVL
 from fovea.wire.errors import similar
+from fovea.wire.manifest import most_placed_bytes
 from fovea_sampler.settings import SamplerSettings
 
 if TYPE_CHECKING:
@@ -172,20 +174,28 @@ def slot_room(settings: SamplerSettings, device_bytes: int) -> int:
 
 
 def room_for_pushes(
-    wanted: Literal["auto", "always", "never"], weights_bytes: int, engine_bytes: int, tensor_parallel: int
+    wanted: Literal["auto", "always", "never"],
+    shapes: Mapping[str, tuple[int, ...]],
+    item_bytes: int,
+    engine_bytes: int,
+    tensor_parallel: int,
 ) -> int:
     """Returns the bytes of each GPU that the KV cache must leave free for arriving full weights; 0 to reserve none.
 
     Args:
         wanted: The setting `full_push_room`.
-        weights_bytes: Bytes of the whole model.
+        shapes: Shapes of the checkpoint's tensors.
+        item_bytes: Bytes of one element of the model.
         engine_bytes: Bytes of each GPU that the engine may use.
-        tensor_parallel: GPUs over which the model is split. Each receives its part of pushed weights.
+        tensor_parallel: GPUs over which the model is split. Each receives its part of pushed weights, and needs memory
+            to load divided tensors in full shape.
 
     Raises ValueError if `always` would leave no KV cache.
     """
-    part_bytes = weights_bytes // tensor_parallel
-    room, cache = part_bytes + WORKING_BYTES, engine_bytes - part_bytes
+    sizes = {name: item_bytes * math.prod(shape) for name, shape in shapes.items()}
+    part_bytes = sum(sizes.values()) // tensor_parallel
+    placed_bytes = most_placed_bytes(sizes.items()) if tensor_parallel > 1 else 0
+    room, cache = part_bytes + placed_bytes + WORKING_BYTES, engine_bytes - part_bytes
     if wanted == "always" and room >= cache:
         raise ValueError(
             f"--full-push-room always needs {room / 2**30:.1f} GiB of each GPU, but beside the model the engine has "

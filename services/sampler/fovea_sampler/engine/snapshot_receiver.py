@@ -20,9 +20,9 @@ import torch
 import torch.distributed
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.manifest import Part, buckets, padded_bytes, parts_of, sender_groups, tensor_bytes
+from fovea.wire.manifest import Part, buckets, most_placed_bytes, padded_bytes, parts_of, sender_groups, tensor_bytes
 from fovea_sampler.engine.engine_arguments import WORKING_BYTES
-from fovea_weights.weight_transfer import PartSums, device_digest, open_group
+from fovea_weights.weight_transfer import PartSums, device_digest, open_group, placed
 
 # The type stubs of torch.distributed omit half of its exports.
 dist: Any = torch.distributed
@@ -34,7 +34,7 @@ Phase = Literal["running", "done", "failed"]
 
 @dataclass(frozen=True)
 class Receipt:
-    """The facts of what a task has received.
+    """The result of a receiving task.
 
     Attributes:
         digest: The digest of the tensors; empty if this worker received parts of them, or nothing.
@@ -55,24 +55,27 @@ class Arrival:
         manifest: The manifest of the snapshot.
         parts: The parts of tensors that this worker received, for each bucket of the manifest.
         buffers: Their bytes, uint8 [n] for each bucket.
+        room: Memory that `tensors` frees and needs again, uint8 [n], so that it is not missing after sampling paused.
     """
 
     manifest: weights_pb2.SnapshotManifest
     parts: list[list[Part]]
     buffers: list[torch.Tensor]
+    room: torch.Tensor | None = None
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the name and the tensor of each entry, in the manifest's order, without those that have no part here.
 
-        A whole tensor is a view of the received bytes. Of the others only one is made at a time, on `device`, with NaN
-        in place of what did not arrive: a loader that read it would be noticed.
+        A whole tensor is a view of the received bytes. The others are made on `device` when they are asked for, with
+        NaN in place of what did not arrive. The loader decides how long it keeps them; see `most_placed_bytes`.
         """
+        self.room = None
         for parts, buffer in zip(self.parts, self.buffers, strict=True):
             for part, (_, own) in zip(parts, _cut([part.spec for part in parts], buffer), strict=True):
                 if part.is_whole:
                     yield part.spec.name, own
                 elif own.numel():
-                    yield part.spec.name, _placed(part, own, device)
+                    yield part.spec.name, placed(part, own, device)
 
     def take_runs(self) -> Iterator[torch.Tensor]:
         """Yields the tensors, with their padding, concatenated into runs [n] of one element type each.
@@ -202,6 +205,8 @@ class SnapshotOffload:
         self._stream = stream
         self._working_bytes = working_bytes
         self._can_pin = device.type == "cuda"
+        # torch's allocator caches memory per stream. This thread loads.
+        self._loading = torch.cuda.current_stream(device) if stream is not None else None
 
     def fits(self, size_bytes: int) -> bool:
         """Returns True if a snapshot of this size may wait on the device itself."""
@@ -217,6 +222,18 @@ class SnapshotOffload:
         return sum(
             one["total_size"] - one["allocated_size"] for one in segments if (one["device"], one["stream"]) == own
         )
+
+    def reserve(self, size_bytes: int) -> torch.Tensor:
+        """Returns memory of the device, uint8 [size_bytes], which the loading thread can use once it is freed.
+
+        Raises RuntimeError if there is none.
+        """
+        try:
+            with torch.cuda.stream(self._loading):
+                return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            needed = f"loading needs {size_bytes / 2**30:.1f} GiB beside the snapshot for tensors in full shape"
+            raise RuntimeError(f"{needed}; lower --gpu-memory-fraction: {error}") from None
 
     def to_host(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns a copy of `buffer`, uint8 [n], in host memory.
@@ -245,8 +262,7 @@ class SnapshotReceiver:
         self._device = device
         self._worker_rank = worker_rank
         self._worker_count = worker_count
-        # All arrivals share one stream: torch's allocator caches memory per stream, and a new stream could not reuse
-        # it.
+        # All arrivals share one stream, because a new one could not reuse memory that the allocator has cached.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._offload = SnapshotOffload(device, self._stream)
         self._groups: dict[str, TransferGroupMember] = {}
@@ -329,7 +345,11 @@ class SnapshotReceiver:
         rest = iter(parts)
         broadcasts = [list(islice(rest, len(specs))) for specs in _buckets(manifest)]
         sizes = [sum(padded_bytes(part.spec) for part in bucket) for bucket in broadcasts]
+        divided = [part for part in parts if not part.is_whole and tensor_bytes(part.spec)]
+        placed_bytes = most_placed_bytes((part.spec.name, tensor_bytes(part.whole)) for part in divided)
+        room: torch.Tensor | None = self._offload.reserve(placed_bytes)
         stays = self._offload.fits(sum(sizes))
+        room = room if stays else None  # the engine may use the memory while the snapshot arrives
         buffers: list[torch.Tensor] = []
         digest, sums = device_digest(), PartSums()
         for bucket, received in zip(broadcasts, group.receive(sizes, stays, deadline), strict=True):
@@ -341,7 +361,8 @@ class SnapshotReceiver:
                 digest.add([part.spec for part in bucket], words)
             buffers.append(buffer if stays else self._offload.to_host(buffer))
         found = "" if group.is_split else digest.hexdigest()
-        return Arrival(manifest, broadcasts, buffers), Receipt(found, sums.by_holders(), sum(sizes))
+        room = self._offload.reserve(placed_bytes) if room is None else room
+        return Arrival(manifest, broadcasts, buffers, room), Receipt(found, sums.by_holders(), sum(sizes))
 
     def _start(self, task_id: str, work: Callable[[], Receipt]) -> None:
         task = self._tasks[task_id] = Task()
@@ -377,15 +398,3 @@ def _cut(specs: list[weights_pb2.TensorSpec], buffer: torch.Tensor) -> Iterator[
         flat = buffer[offset : offset + tensor_bytes(spec)]
         yield spec.name, flat.view(getattr(torch, spec.dtype)).view(tuple(spec.shape))
         offset += padded_bytes(spec)
-
-
-def _placed(part: Part, own: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor with a part at its place, and NaN elsewhere."""
-    whole = torch.empty(tuple(part.whole.shape), dtype=own.dtype, device=device)
-    taken, last = 0, 0
-    for start, end in part.ranges:
-        whole.narrow(part.dimension, last, start - last).fill_(torch.nan)
-        whole.narrow(part.dimension, start, end - start).copy_(own.narrow(part.dimension, taken, end - start))
-        taken, last = taken + end - start, end
-    whole.narrow(part.dimension, last, whole.shape[part.dimension] - last).fill_(torch.nan)
-    return whole

@@ -350,15 +350,15 @@ def push_room(settings: SamplerSettings) -> int:
         return 0
     try:
         shapes = checkpoint_shapes(checkpoint_directory(settings.model))
-        count = sum(map(math.prod, shapes.values()))
     except OSError:  # a model of the hub that is not downloaded yet
         from huggingface_hub import get_safetensors_metadata
 
-        count = sum(get_safetensors_metadata(settings.model).parameter_count.values())
-    weights_bytes = count * (4 if settings.dtype == "float32" else 2)
+        files = get_safetensors_metadata(settings.model).files_metadata.values()
+        shapes = {name: tuple(one.shape) for file in files for name, one in file.tensors.items()}
+    item_bytes = 4 if settings.dtype == "float32" else 2
     engine_bytes = int(_device_bytes() * settings.gpu_memory_fraction)
     return engine_arguments.room_for_pushes(
-        settings.full_push_room, weights_bytes, engine_bytes, settings.tensor_parallel
+        settings.full_push_room, shapes, item_bytes, engine_bytes, settings.tensor_parallel
     )
 
 
