@@ -88,6 +88,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             adapter_snapshot_ids=self._weights.adapter_snapshot_ids(),
             transfer_backend=facts.transfer_backend,
             transfer_worker_count=facts.transfer_worker_count,
+            receives_parts=True,
             dtype=facts.dtype,
             version=fovea.__version__,
             max_batched_adapters=facts.max_batched_adapters,

@@ -32,11 +32,14 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
     Args:
         worker_count: Workers that join groups.
         divides: False for a sampler of which all workers need whole tensors.
+        is_old: True for a sampler of a version before split groups: it ignores `is_split` and does not report
+            `receives_parts`.
     """
 
-    def __init__(self, worker_count: int = 1, divides: bool = True) -> None:
+    def __init__(self, worker_count: int = 1, divides: bool = True, is_old: bool = False) -> None:
         self._worker_count = worker_count
         self._divides = divides
+        self._is_old = is_old
         self._threads = ThreadPoolExecutor(16)  # a join that fails keeps its thread until its deadline
         self._splits: dict[str, bool] = {}
         self.received_bytes: list[int] = []
@@ -78,6 +81,7 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
             instance_id=self.instance_id,
             transfer_backend="gloo",
             transfer_worker_count=self._worker_count,
+            receives_parts=not self._is_old,
             adapter_snapshot_ids=[name for name, manifest in self.manifests.items() if manifest.HasField("lora")],
         )
 
@@ -86,6 +90,8 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
     ) -> sampler_pb2.JoinTransferGroupResponse:
         if self.refuse_join:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no route to the store")
+        if self._is_old:
+            request.is_split = False
         self.asked_to_join.set()
         await self.may_join.wait()
         self._groups[request.group_id] = await self._on_all(self._join, request)

@@ -89,12 +89,13 @@ async def test_full_parameters_and_the_base(
 
 async def test_each_worker_gets_its_rows_of_full_parameters(qwen3_vl: Bench, one_rank: Bench) -> None:
     """Trainers of two ranks and of one. All samplers prove the same digest: one of a single worker, which gets all
-    tensors; two that divide them equally; and another one, to which the trainer pushes separately.
+    tensors; two that divide them equally; one that divides nothing; and one of an earlier version.
     """
     for bench in (qwen3_vl, one_rank):
         whole, pair, other = ReceivingSampler(), ReceivingSampler(2), ReceivingSampler(2)
         undivided = ReceivingSampler(2, divides=False)
-        samplers = (whole, pair, other, undivided)
+        old = ReceivingSampler(2, is_old=True)
+        samplers = (whole, pair, other, undivided, old)
         for sampler in samplers:
             await sampler.start()
         addresses = [sampler.address for sampler in samplers]
@@ -102,11 +103,11 @@ async def test_each_worker_gets_its_rows_of_full_parameters(qwen3_vl: Bench, one
         await _train(bench, model_id)
         snapshot = await bench.client.take_snapshot(model_id, f"{model_id}@1")
         response = await bench.client.push_snapshot(snapshot.snapshot_id, addresses)
-        assert [result.error for result in response.results] == ["", "", "", ""]
+        assert [result.error for result in response.results] == [""] * 5
         expected = whole.received[snapshot.snapshot_id]
         assert whole.received_bytes == [snapshot.size_bytes]
-        assert undivided.received_bytes == [snapshot.size_bytes] * 2
-        for sampler in (pair, other, undivided):
+        assert undivided.received_bytes == old.received_bytes == [snapshot.size_bytes] * 2
+        for sampler in (pair, other, undivided, old):
             _assert_equal(sampler.received[snapshot.snapshot_id], expected)
         for sampler in (pair, other):
             assert all(0.5 <= size / snapshot.size_bytes < 0.51 for size in sampler.received_bytes)

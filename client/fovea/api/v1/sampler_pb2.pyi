@@ -37,7 +37,7 @@ class GetSamplerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSamplerInfoResponse(_message.Message):
-    __slots__ = ("model", "instance_id", "max_context_length", "max_sample_count", "max_top_logprobs", "max_lora_rank", "resident_snapshot_id", "adapter_snapshot_ids", "transfer_backend", "transfer_worker_count", "dtype", "version", "max_batched_adapters", "adapter_memory_bytes", "model_files", "max_sequences", "memory_used_bytes", "memory_total_bytes", "memory_kind", "waiting_for_slot", "gpu_utilization")
+    __slots__ = ("model", "instance_id", "max_context_length", "max_sample_count", "max_top_logprobs", "max_lora_rank", "resident_snapshot_id", "adapter_snapshot_ids", "transfer_backend", "transfer_worker_count", "dtype", "version", "max_batched_adapters", "adapter_memory_bytes", "model_files", "max_sequences", "memory_used_bytes", "memory_total_bytes", "memory_kind", "waiting_for_slot", "gpu_utilization", "receives_parts")
     class ModelFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class GetSamplerInfoResponse(_message.Message):
     MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_SLOT_FIELD_NUMBER: _ClassVar[int]
     GPU_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVES_PARTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     instance_id: str
     max_context_length: int
@@ -87,7 +88,8 @@ class GetSamplerInfoResponse(_message.Message):
     memory_kind: str
     waiting_for_slot: int
     gpu_utilization: float
-    def __init__(self, model: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_context_length: _Optional[int] = ..., max_sample_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., resident_snapshot_id: _Optional[str] = ..., adapter_snapshot_ids: _Optional[_Iterable[str]] = ..., transfer_backend: _Optional[str] = ..., transfer_worker_count: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., max_batched_adapters: _Optional[int] = ..., adapter_memory_bytes: _Optional[int] = ..., model_files: _Optional[_Mapping[str, str]] = ..., max_sequences: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., waiting_for_slot: _Optional[int] = ..., gpu_utilization: _Optional[float] = ...) -> None: ...
+    receives_parts: bool
+    def __init__(self, model: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_context_length: _Optional[int] = ..., max_sample_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., resident_snapshot_id: _Optional[str] = ..., adapter_snapshot_ids: _Optional[_Iterable[str]] = ..., transfer_backend: _Optional[str] = ..., transfer_worker_count: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., max_batched_adapters: _Optional[int] = ..., adapter_memory_bytes: _Optional[int] = ..., model_files: _Optional[_Mapping[str, str]] = ..., max_sequences: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., waiting_for_slot: _Optional[int] = ..., gpu_utilization: _Optional[float] = ..., receives_parts: bool = ...) -> None: ...
 
 class StopCondition(_message.Message):
     __slots__ = ("token_ids", "strings", "ignore_eos")

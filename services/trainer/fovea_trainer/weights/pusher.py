@@ -97,7 +97,7 @@ class Delivery:
                 self._outcome.loaded[address] = 0.0
             else:
                 members.append(found)
-        kinds = {member: (member.backend, member.worker_count if self._payload.is_full else 0) for member in members}
+        kinds = {member: (member.backend, part_count([member], self._payload.is_full)) for member in members}
         for kind in sorted(set(kinds.values())):
             await self._serve([member for member in members if kinds[member] == kind])
         return self._outcome

@@ -33,6 +33,8 @@ class Member:
     instance_id: str
     worker_count: int
     backend: str
+    receives_parts: bool
+    """True if its workers can receive parts of tensors."""
     adapter_ids: frozenset[str]
     """Adapter snapshots that the sampler has loaded."""
 
@@ -44,10 +46,12 @@ MemberKey = tuple[int, int, frozenset[tuple[str, str]]]
 def part_count(members: Iterable[Member], is_full: bool) -> int:
     """Returns the number of workers of each sampler, if every worker receives only its parts of tensors; else 0.
 
-    An adapter is broadcast to all workers: each of them stores it, so that vLLM can load it again.
+    An adapter is broadcast to all workers: each of them stores it, so that vLLM can load it again. Samplers of earlier
+    versions receive only whole tensors.
     """
+    able = is_full and all(member.receives_parts for member in members)
     most = max(member.worker_count for member in members)
-    return most if is_full and most > 1 else 0
+    return most if able and most > 1 else 0
 
 
 @dataclass
@@ -160,6 +164,7 @@ class SamplerGroups:
             info.instance_id,
             max(1, info.transfer_worker_count),
             info.transfer_backend,
+            info.receives_parts,
             frozenset(info.adapter_snapshot_ids),
         )
 
