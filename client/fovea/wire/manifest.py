@@ -3,8 +3,8 @@
 import hashlib
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,34 @@ class Part:
         """The bytes of one index along `dimension`, and of all its indices."""
         inner = math.prod(self.whole.shape[self.dimension + 1 :]) * _ITEM_SIZES[self.whole.dtype]
         return inner, inner * self.whole.shape[self.dimension]
+
+
+def division_problem(
+    specs: Sequence[weights_pb2.TensorSpec], ready: sampler_pb2.SnapshotReady, worker_count: int
+) -> str:
+    """Returns the reason why `parts_of` cannot divide tensors over workers, or an empty string.
+
+    Args:
+        specs: The tensors.
+        ready: The division.
+        worker_count: The number of workers; 0 if nothing may be divided.
+    """
+    numbers = ready.split_of or [0] * len(specs)
+    if len(numbers) != len(specs):
+        return f"split_of has {len(numbers)} entries for {len(specs)} tensors"
+    for spec, number in zip(specs, numbers, strict=True):
+        if not 0 <= number <= len(ready.splits):
+            return f"{spec.name} has division {number} of {len(ready.splits)}"
+        if not number:
+            continue
+        split = ready.splits[number - 1]
+        if len(split.parts) != worker_count or not 0 <= split.dimension < len(spec.shape):
+            return f"{spec.name} is divided into {len(split.parts)} parts along dimension {split.dimension}"
+        for bounds in (list(part.bounds) for part in split.parts):
+            ascending = [0, *bounds, spec.shape[split.dimension]]
+            if len(bounds) % 2 or ascending != sorted(ascending):
+                return f"{spec.name} of shape {list(spec.shape)} has a part with bounds {bounds}"
+    return ""
 
 
 def parts_of(
@@ -175,13 +203,18 @@ def joined_digest(specs: Iterable[weights_pb2.TensorSpec], sums: Iterable[Mappin
         specs: The tensors.
         sums: For each worker: the sum of the mixed words of its parts modulo 2^64, by the parts' holders.
 
-    Raises ValueError if two workers received different bytes of the same parts.
+    Raises ValueError if two workers received different bytes of the same parts, or a holder does not report its sum.
     """
     joined: dict[str, int] = {}
-    for worker in sums:
+    reported = defaultdict[str, list[str]](list)
+    for index, worker in enumerate(sums):
         for holders, found in worker.items():
+            reported[holders].append(str(index))
             if joined.setdefault(holders, found) != found:
                 raise ValueError(f"workers {holders} received different bytes of the same tensors")
+    for holders, found_at in reported.items():
+        if holders.split(",") != found_at:
+            raise ValueError(f"workers {holders} hold the same tensors, but only {','.join(found_at)} reported them")
     digest = SnapshotDigest()
     digest.add_sum(specs, sum(joined.values()))
     return digest.hexdigest()

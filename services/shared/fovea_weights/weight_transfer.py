@@ -33,6 +33,8 @@ dist: Any = torch.distributed
 logger = logging.getLogger(__name__)
 
 _BLOCK = 4096
+_TEMPORARY_BYTES = 8 * 2**20
+"""The size of a tensor in which torch's operators mix words of a part; a few of them live at a time."""
 
 
 def device_digest() -> SnapshotDigest:
@@ -66,7 +68,7 @@ class PartSums:
 
     def by_holders(self) -> dict[str, int]:
         """Returns the sums modulo 2^64, by the holders of the parts."""
-        return {holders: sum(int(one) for one in found) % 2**64 for holders, found in self._sums.items()}
+        return {holders: torch.stack(found).sum().item() % 2**64 for holders, found in self._sums.items()}
 
 
 def _part_sum(part: Part, words: Tensor, first: int) -> Tensor:
@@ -84,8 +86,11 @@ def _part_sum(part: Part, words: Tensor, first: int) -> Tensor:
         if len(blocks) == 1:
             sums.append(_mixed_sum(piece[0], first + begin))
             continue
+        within = torch.arange(first + begin, first + begin + length, device=words.device)
         rows = torch.arange(len(blocks), device=words.device)[:, None] * row
-        sums.append(mixed(piece, rows + torch.arange(first + begin, first + begin + length, device=words.device)).sum())
+        step = max(1, _TEMPORARY_BYTES // WORD_BYTES // length)
+        for some, starts in zip(piece.split(step), rows.split(step), strict=True):
+            sums.append(mixed(some, starts + within).sum())
     return torch.stack(sums).sum()
 
 

@@ -52,6 +52,7 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.refuse_manifest = False
         self.break_off = False
         self.lie_about_digest = False
+        self.divide_wrongly = False
         self.may_join = asyncio.Event()
         self.may_join.set()
         self.asked_to_join = asyncio.Event()
@@ -128,6 +129,8 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
             error = to_status(InvalidInput("manifest: no room"))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         ready = self._ready(request.manifest) if self._splits[request.group_id] else sampler_pb2.SnapshotReady()
+        if self.divide_wrongly:
+            del ready.splits[0].parts[0]
         yield Event(ready=ready)
         if self.break_off:
             # As in the contract: a receiver that fails leaves the group.

@@ -120,6 +120,20 @@ async def test_each_worker_gets_its_rows_of_full_parameters(qwen3_vl: Bench, one
         await bench.clean()
 
 
+async def test_a_sampler_with_an_invalid_division_is_reported_and_the_others_served(qwen3: Bench) -> None:
+    samplers = [ReceivingSampler(2), ReceivingSampler(2)]
+    samplers[1].divide_wrongly = True
+    for sampler in samplers:
+        await sampler.start()
+    snapshot = await qwen3.client.take_snapshot(await qwen3.create(None), "full@1")
+    response = await qwen3.client.push_snapshot(snapshot.snapshot_id, [one.address for one in samplers], timeout_s=60)
+    assert response.results[0].error == ""
+    assert "its division of the tensors is invalid" in response.results[1].error
+    assert "is divided into 1 parts" in response.results[1].error
+    for sampler in samplers:
+        await sampler.stop()
+
+
 async def test_forgotten_snapshot_is_read_back_from_storage(vlm: Bench, sampler: ReceivingSampler) -> None:
     for lora in (weights_pb2.LoraConfig(rank=4, train_mlp=True), None):
         model_id = await vlm.create(lora)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.manifest import buckets, joined_digest, most_placed_bytes, padded_bytes, parts_of
+from fovea.wire.manifest import buckets, division_problem, joined_digest, most_placed_bytes, padded_bytes, parts_of
 from fovea_sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
 from fovea_trainer.weights.snapshot_store import packed, packed_parts, specs_of
 from fovea_trainer.weights.transfer_groups import SenderGroup, TransferGroups
-from fovea_weights.weight_transfer import device_digest
+from fovea_weights.weight_transfer import PartSums, device_digest
 
 GROUP, WORKERS, SENDERS, BUCKET_BYTES = "g", 2, 2, 256
 TENSORS = {f"layer.{index}": torch.randn(5 + 11 * index) for index in range(7)} | {"last": torch.ones(3).bfloat16()}
@@ -102,7 +102,7 @@ DIVIDED: dict[str, tuple[torch.Tensor, int, list[list[int]]]] = {
     "columns": (torch.randn(3, 8).bfloat16(), 1, [[0, 4], [4, 8]]),
     "halves of two": (torch.randn(3, 8, 5, 2), 1, [[0, 2, 4, 6], [2, 4, 6, 8]]),
     "an expert of the second": (torch.randn(4, 2), 0, [[], [0, 4]]),
-    "both have all but rows": (torch.randn(40, 2), 0, [[0, 20], [20, 40]]),
+    "rows, larger than a bucket": (torch.randn(40, 2), 0, [[0, 20], [20, 40]]),
 }
 """Tensors, and the dimension and bounds of each worker's part."""
 
@@ -169,6 +169,9 @@ def test_each_worker_of_a_split_group_gets_its_parts(
             assert torch.equal(found[name][own], tensor[own])
             assert found[name][~own].isnan().all()
         assert reports[worker]["size_bytes"] == size_bytes
+    assert set(sums[0]) > {"0,1"}
+    with pytest.raises(ValueError, match="workers 0,1 hold the same tensors, but only 1 reported them"):
+        joined_digest(manifest.tensors, [{key: value for key, value in sums[0].items() if key != "0,1"}, sums[1]])
     sums[0]["0,1"] += 1
     with pytest.raises(ValueError, match="workers 0,1 received different bytes"):
         joined_digest(manifest.tensors, sums)
@@ -187,6 +190,48 @@ def test_a_worker_without_memory_for_a_divided_tensor_fails_before_it_receives(
     report = _ended(receivers[0], "task")
     assert report["phase"] == "failed"
     assert "loading needs 524288.0 GiB beside the snapshot" in report["error"]
+
+
+def test_the_sum_of_a_large_part_is_made_of_chunks() -> None:
+    """Each half of the columns has more words than one chunk, and their number is no multiple of it."""
+    tensor = torch.randn(600, 8192)
+    specs = specs_of({"first": torch.ones(3), "columns": tensor})
+    bounds = [weights_pb2.TensorPart(bounds=one) for one in ([0, 4096], [4096, 8192])]
+    ready = sampler_pb2.SnapshotReady(splits=[weights_pb2.TensorSplit(dimension=1, parts=bounds)], split_of=[0, 1])
+    parts = [parts_of(specs, ready, worker, WORKERS) for worker in range(WORKERS)]
+    sums = [PartSums() for _ in range(WORKERS)]
+    for one, own, data in zip(sums, parts, packed_parts(parts, [torch.ones(3), tensor]), strict=True):
+        one.add(own, data.view(torch.int64))
+    digest = device_digest()
+    digest.add(specs, packed(specs, [torch.ones(3), tensor]).view(torch.int64))
+    assert joined_digest(specs, [one.by_holders() for one in sums]) == digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("split_of", "dimension", "bounds", "problem"),
+    [
+        ([1], 0, [[0, 4], [4, 7]], ""),
+        ([], 0, [[0, 4], [4, 7]], ""),
+        ([1], 1, [[], [0, 6]], ""),
+        ([1, 1], 0, [[0, 4], [4, 7]], "split_of has 2 entries for 1 tensors"),
+        ([2], 0, [[0, 4], [4, 7]], "rows has division 2 of 1"),
+        ([-1], 0, [[0, 4], [4, 7]], "rows has division -1 of 1"),
+        ([1], 0, [[0, 7]], "rows is divided into 1 parts along dimension 0"),
+        ([1], 2, [[0, 4], [4, 7]], "rows is divided into 2 parts along dimension 2"),
+        ([1], 0, [[0, 4], [4]], "a part with bounds [4]"),
+        ([1], 0, [[0, 4], [4, 8]], "a part with bounds [4, 8]"),
+        ([1], 0, [[4, 0], [4, 7]], "a part with bounds [4, 0]"),
+    ],
+)
+def test_a_division_that_no_sender_can_follow_has_a_problem(
+    split_of: list[int], dimension: int, bounds: list[list[int]], problem: str
+) -> None:
+    parts = [weights_pb2.TensorPart(bounds=one) for one in bounds]
+    split = weights_pb2.TensorSplit(dimension=dimension, parts=parts)
+    ready = sampler_pb2.SnapshotReady(splits=[split], split_of=split_of)
+    found = division_problem(specs_of({"rows": torch.zeros(7, 6)}), ready, WORKERS)
+    assert problem in found
+    assert bool(problem) == bool(found)
 
 
 def test_a_layer_is_loaded_at_a_time_and_what_is_outside_layers_stays() -> None:

@@ -23,7 +23,7 @@ import torch
 from fovea.api.v1 import sampler_pb2, trainer_pb2, weights_pb2
 from fovea.runtime.tasks import SharedLock
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, NotFound, Unavailable
-from fovea.wire.manifest import buckets, padded_bytes
+from fovea.wire.manifest import buckets, division_problem, padded_bytes
 from fovea_trainer import command_queue, trainer_metrics
 from fovea_trainer.command_queue import CommandQueue
 from fovea_trainer.settings import TrainerSettings
@@ -64,7 +64,7 @@ class PushOutcome:
         loaded: Seconds for which each successful sampler paused.
         failed: The error of each failed sampler.
         refused: Failed samplers that rejected the snapshot as invalid, so that a retry cannot succeed.
-        faulty: Failed samplers with an internal error or a wrong digest, so that a retry may fail in the same way.
+        faulty: Failed samplers with an internal error, a wrong digest or a wrong division: a retry may fail alike.
     """
 
     loaded: dict[str, float] = field(default_factory=dict)
@@ -149,7 +149,9 @@ class Delivery:
         try:
             ready: Responses = {}
             await self._phase(streams, "ready", ready)
-            if len(ready) < len(streams):
+            parts = part_count(members, self._payload.is_full)
+            self._refuse_divisions(ready, parts)
+            if any(address in self._outcome.failed for address in streams):
                 return
             marks.append(time.monotonic())
             # Watch for failures during the broadcast, because an NCCL broadcast would wait for a member that has left.
@@ -159,7 +161,6 @@ class Delivery:
             splits = {one.ready.SerializeToString(deterministic=True) for one in ready.values()}
             if len(splits) > 1:
                 raise RuntimeError("the samplers divide the model differently over their workers")
-            parts = part_count(members, self._payload.is_full)
             await asyncio.wait_for(self._payload.send(group_id, splits.pop(), parts, timeout_s), timeout_s + 5.0)
             marks.append(time.monotonic())
             await watching
@@ -228,6 +229,13 @@ class Delivery:
                     fail(address, f"it sent {response.WhichOneof('phase')} instead of {phase}")
 
         await asyncio.gather(*(one(address) for address in streams))
+
+    def _refuse_divisions(self, ready: Responses, parts: int) -> None:
+        """Records a failure of each sampler that divides the tensors in a way that no sender can follow."""
+        for address, response in ready.items():
+            if problem := division_problem(self._payload.manifest.tensors, response.ready, parts):
+                self._outcome.failed[address] = f"its division of the tensors is invalid: {problem}"
+                self._outcome.faulty.add(address)
 
     def _compare_digests(self, loaded: Responses) -> None:
         for address, response in loaded.items():

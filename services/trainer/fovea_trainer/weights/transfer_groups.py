@@ -1,15 +1,12 @@
 """Groups over which weights are broadcast to samplers.
 
 They are private torch process groups, never the default group. NCCL does not work between processes on one GPU, so such
-processes share GPU memory instead (`fovea_weights.weight_transfer`).
-
-The sender is rank 0 of a group, and worker i of a sampler is rank `rank_offset` + i. Full parameters for samplers of
-several workers travel in split groups: each worker receives only its parts, over groups with the workers of the same
-index in other samplers (`JoinTransferGroupRequest.is_split`). The trainer's rank 0 hosts the rendezvous store. Full
-weights have several senders. They are ranks of the trainer, each with its own process group;
-`JoinTransferGroupRequest.sender_count` explains how they take turns.
-
-All ranks gather the tensors of full parameters together, and each sender sends some of the buckets.
+processes share GPU memory instead (`fovea_weights.weight_transfer`). The sender is rank 0 of a group, and worker i of a
+sampler is rank `rank_offset` + i. Full parameters for samplers of several workers travel in split groups: each worker
+receives only its parts, over groups with the workers of the same index in other samplers
+(`JoinTransferGroupRequest.is_split`). The trainer's rank 0 hosts the rendezvous store. Full weights have several
+senders. They are ranks of the trainer, each with its own process group; `JoinTransferGroupRequest.sender_count`
+explains how they take turns.
 """
 
 import logging
@@ -20,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -62,7 +59,7 @@ class SenderGroup:
         world_size: Number of members, including the sender; in a split group, of those that receive the same part.
         part_count: Number of workers of each sampler if every worker receives parts of its own (a split group), else 0.
         backend: `gloo`, `nccl` or `cuda_ipc`.
-        join_timeout_s: Deadline for joining, in seconds.
+        join_timeout_s: Deadline for joining all parts, in seconds.
         broadcast_timeout_s: Deadline of each broadcast over nccl, in seconds. NCCL has one timeout for the whole group.
         host: Address of this machine that gloo listens on; if empty, gloo chooses one.
 
@@ -92,13 +89,18 @@ class SenderGroup:
         if backend != "gloo" and not torch.cuda.is_available():
             raise FailedPrecondition(f"the samplers receive over {backend}, but this trainer has no GPU")
         self._device = torch.device("cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}")
-        join, broadcast = timedelta(seconds=join_timeout_s), timedelta(seconds=broadcast_timeout_s)
+        broadcast, deadline = timedelta(seconds=broadcast_timeout_s), time.monotonic() + join_timeout_s
         self._parts: list[Any] = []
-        for worker in range(part_count) if part_count else [None]:
-            prefixed = PrefixStore(sender_groups(group_id, sender + 1, worker)[sender], store)
-            with _survivable_nccl():
-                group = open_group(prefixed, 0, world_size, backend, self._device, host, join, broadcast)
-            self._parts.append(group)
+        try:
+            for worker in range(part_count) if part_count else [None]:
+                prefixed = PrefixStore(sender_groups(group_id, sender + 1, worker)[sender], store)
+                join = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+                with _survivable_nccl() if backend == "nccl" else nullcontext():
+                    group = open_group(prefixed, 0, world_size, backend, self._device, host, join, broadcast)
+                self._parts.append(group)
+        except Exception:
+            self.close()
+            raise
 
     def send(self, data: Tensor, timeout_s: float, part: int = 0) -> None:
         """Broadcasts uint8 [n] and waits until the data has been sent.
@@ -362,7 +364,7 @@ class FullSender:
         shards = self._snapshots.locals_of(command.snapshot_id, live)
         like = dict(self._sharded.named_shards())
         whole = weight_files.gathered(shards, like, self._sharded.module.expert_layouts)
-        cuts = _cuts(specs, command)
+        cuts = _cuts(specs, command) if self._groups is not None else []
         error = ""
         sending: Future[str] | None = None
         with ThreadPoolExecutor(1, "broadcast") as thread:
@@ -381,8 +383,7 @@ class FullSender:
 
 def _cuts(specs: list[weights_pb2.TensorSpec], command: BroadcastFull) -> list[Iterator[Part]]:
     """Returns the parts of all tensors, in order, for each worker of a sampler; one if the group is not split."""
-    splits = sampler_pb2.SnapshotReady.FromString(command.splits)
-    count = command.part_count or 1
+    splits, count = sampler_pb2.SnapshotReady.FromString(command.splits), command.part_count or 1
     return [iter(parts_of(specs, splits, worker, count)) for worker in range(count)]
 
 
