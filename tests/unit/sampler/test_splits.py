@@ -1,5 +1,6 @@
 """The parts of tensors that each worker of a sampler needs: found from the model's own loader, and divided exactly."""
 
+import random
 from collections.abc import Iterable
 
 import pytest
@@ -7,8 +8,12 @@ import torch
 from torch import nn
 
 from fovea.api.v1 import weights_pb2
+from fovea.wire.manifest import division_problem, joined_digest, parts_of
 from fovea_sampler.engine.manifest_check import Reads, SplitTable
+from fovea_sampler.engine.snapshot_receiver import Arrival
 from fovea_sampler.engine.weight_loading import LoadTrace
+from fovea_trainer.weights.snapshot_store import packed, packed_parts, specs_of
+from fovea_weights.weight_transfer import PartSums, device_digest
 
 WORKERS = 2
 SHAPES = {
@@ -135,3 +140,68 @@ def test_only_tensors_that_are_divided_exactly_are_cut(dtype: str, too_narrow: s
     cut = {spec.name for spec, number in zip(manifest.tensors, ready.split_of, strict=True) if number}
     assert cut == {"rows", "columns", "fused", "stacked", "one of two", "scaled", "joined"} - too_narrow
     assert table.ready(manifest) is ready
+
+
+def test_a_worker_without_notes_makes_all_tensors_whole() -> None:
+    """The trace of its loader has failed."""
+    manifest = weights_pb2.SnapshotManifest()
+    for name, shape in SHAPES.items():
+        manifest.tensors.add(name=name, dtype="float32", shape=shape)
+    ready = SplitTable([traced(0), {}], str).ready(manifest)
+    assert not ready.splits
+    assert not any(ready.split_of)
+
+
+def _drawn(draw: random.Random, shape: list[int], workers: int) -> list[Reads]:
+    """Returns reads of a tensor: random ranges along one dimension, each read by a group of neighbouring workers."""
+    dimension, groups = draw.randrange(len(shape)), draw.choice([n for n in (1, 2, 4, 8) if workers % n == 0])
+    size = shape[dimension]
+    ends = [0, *sorted(draw.sample(range(1, size), min(size - 1, draw.randint(1, 5)))), size]
+    owners = [draw.randrange(groups) for _ in ends[1:]]
+    reads: list[Reads] = []
+    for worker in range(workers):
+        bounds: list[int] = []
+        for start, end, owner in zip(ends, ends[1:], owners, strict=False):
+            if owner != worker * groups // workers:
+                continue
+            if bounds and bounds[-1] == start:
+                bounds[-1] = end
+            else:
+                bounds += [start, end]
+        reads.append((dimension, tuple(bounds)) if bounds else (0, ()))
+    return reads
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_each_worker_gets_what_it_reads_and_all_prove_the_digest(workers: int) -> None:
+    """For random divisions. Several workers may hold the same part."""
+    draw, seen = random.Random(workers), set[str]()
+    torch.manual_seed(workers)
+    for _ in range(60):
+        tensors = {
+            f"t{index}": torch.randn([draw.choice([2, 4, 8, 16]) for _ in range(draw.randint(1, 4))]).to(
+                draw.choice([torch.float32, torch.bfloat16])
+            )
+            for index in range(5)
+        }
+        drawn = {name: _drawn(draw, list(tensor.shape), workers) for name, tensor in tensors.items()}
+        reads = [{name: found[worker] for name, found in drawn.items()} for worker in range(workers)]
+        manifest = weights_pb2.SnapshotManifest(tensors=specs_of(tensors))
+        ready = SplitTable(reads, str).ready(manifest)
+        assert not division_problem(manifest.tensors, ready, workers)
+        parts = [parts_of(manifest.tensors, ready, worker, workers) for worker in range(workers)]
+        seen |= {part.holders for own in parts for part in own if not part.is_whole and 0 not in part.spec.shape}
+        sums = []
+        for worker, data in enumerate(packed_parts(parts, list(tensors.values()))):
+            sums.append(PartSums())
+            sums[-1].add(parts[worker], data.view(torch.int64))
+            found = dict(Arrival(manifest, [parts[worker]], [data]).tensors(torch.device("cpu")))
+            for name, (dimension, bounds) in reads[worker].items():
+                for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+                    own, expected = (one.narrow(dimension, start, end - start) for one in (found[name], tensors[name]))
+                    assert torch.equal(own, expected)
+        digest = device_digest()
+        digest.add(manifest.tensors, packed(list(manifest.tensors), tensors.values()).view(torch.int64))
+        assert joined_digest(manifest.tensors, [one.by_holders() for one in sums]) == digest.hexdigest()
+    assert workers == 2 or any("," in holders for holders in seen), "some parts have several holders"
+    assert any("," not in holders for holders in seen)
