@@ -68,7 +68,7 @@ class PartSums:
 
     def by_holders(self) -> dict[str, int]:
         """Returns the sums modulo 2^64, by the holders of the parts."""
-        return {holders: torch.stack(found).sum().item() % 2**64 for holders, found in self._sums.items()}
+        return {holders: int(torch.stack(found).sum()) % 2**64 for holders, found in self._sums.items()}
 
 
 def _part_sum(part: Part, words: Tensor, first: int) -> Tensor:
@@ -89,7 +89,7 @@ def _part_sum(part: Part, words: Tensor, first: int) -> Tensor:
         within = torch.arange(first + begin, first + begin + length, device=words.device)
         rows = torch.arange(len(blocks), device=words.device)[:, None] * row
         step = max(1, _TEMPORARY_BYTES // WORD_BYTES // length)
-        for some, starts in zip(piece.split(step), rows.split(step), strict=True):
+        for some, starts in zip(torch.split(piece, step), torch.split(rows, step), strict=True):
             sums.append(mixed(some, starts + within).sum())
     return torch.stack(sums).sum()
 
