@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,8 @@ class Sender:
         names = [sender_groups(self.group_id, 1, worker)[0] for worker in range(self._count)]
         stores = [dist.PrefixStore(name if self._is_split else self.group_id, self._store) for name in names]
         makes = [asyncio.to_thread(dist.ProcessGroupGloo, prefixed, 0, size, timeout) for prefixed in stores]
-        *self._groups, _ = await asyncio.gather(*makes, self._client.join_transfer_group(request))
+        joined: list[Any] = await asyncio.gather(*makes, self._client.join_transfer_group(request))
+        self._groups = joined[:-1]
         return self
 
     async def push(
