@@ -96,7 +96,7 @@ async def test_a_process_that_keeps_dying_is_started_without_end_with_growing_pa
 async def test_one_that_served_for_long_starts_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "STEADY_S", 0.02)
     monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.01)
-    program = "import time; time.sleep(0.05); raise SystemExit(3)"
+    program = "import time; time.sleep(0.3); raise SystemExit(3)"
     _, pauses, _ = await ends(program, 3, serves=True)
     assert max(pauses) <= 0.01
     _, pauses, _ = await ends(program, 3)
