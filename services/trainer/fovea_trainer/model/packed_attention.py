@@ -47,6 +47,7 @@ HARMLESS = {
     "use_cache": "nothing is cached in training",
     "past_key_values": "nothing is cached in training",
     "output_attentions": "attention weights are never returned",
+    "routed_experts": "the layer is dense, beside others with experts",
 }
 """Keyword arguments of transformers' models that have no effect here, and the reason."""
 

@@ -4,6 +4,7 @@ Windows are shorter than the documents, and layers alternate as in the published
 """
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -34,6 +35,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import BatchLayout
+from fovea_trainer.model.expert_routing import expert_shape
 from fovea_trainer.model.experts import ExpertAdapter
 from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
 from fovea_trainer.model.model_family import LoraTarget, Role
@@ -207,6 +209,23 @@ def test_packed_equals_one_by_one_and_transformers(name: str) -> None:
     assert (packed - alone).abs().max() <= 2e-5
     assert (packed - expected).abs().max() <= 1e-4
     assert packed.std() > 0.1
+
+
+@pytest.mark.parametrize("name", ["llama4_text mixed", "qwen3_moe mixed", "deepseek_v3", "glm4_moe"])
+def test_given_experts_pass_dense_layers(name: str) -> None:
+    """Without a choice (-1) the routers decide as before; the same expert for all tokens changes the result."""
+    module, _, _ = _packed(name)
+    shape = expert_shape(module.hf)
+    assert shape is not None
+    found = []
+    for first in (-1, 0):
+        chosen = np.full((shape.layers, shape.k), -1) if first < 0 else np.tile(np.arange(shape.k), (shape.layers, 1))
+        datums = [replace(one, experts=np.tile(chosen, (len(one.tokens), 1, 1)).astype(np.int16)) for one in _datums()]
+        with torch.no_grad():
+            found.append(_run(module, datums))
+    with torch.no_grad():
+        assert torch.equal(found[0], _run(module, _datums()))
+    assert (found[1] - found[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("recompute", [True, False])
