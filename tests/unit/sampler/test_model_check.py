@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from fovea_sampler.engine.engine_arguments import missing_entries
-from fovea_sampler.engine.vllm_launch import check_model, measure_adapter_capacity
+from fovea_sampler.engine.vllm_launch import AdapterCapacity, check_model, engine_config, measure_adapter_capacity
 from fovea_sampler.settings import SamplerSettings
+from fovea_tinyvlm.families import ensure_families
 
 
 def _write(directory: Path, **config: Any) -> str:
@@ -22,7 +23,7 @@ def test_language_models_and_known_families_are_served(tmp_path: Path) -> None:
     check_model(_write(tmp_path, model_type="qwen3_vl", vision_config={}))
 
 
-@pytest.mark.parametrize("model_type", ["some_vlm", "llama4"])
+@pytest.mark.parametrize("model_type", ["some_vlm", "minicpmv4_6"])
 def test_unknown_vision_models_are_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(ValueError, match=f"'{model_type}' is a vision model.*supported are .*qwen3_vl"):
         check_model(_write(tmp_path, model_type=model_type, vision_config={}))
@@ -52,3 +53,9 @@ def test_entries_that_transformers_does_not_write_are_named() -> None:
     assert missing_entries(text) == both
     assert missing_entries(text | {"conv_dim": 32}) == {"block_dim": 64}
     assert missing_entries(text | both) == missing_entries({"model_type": "llama"}) == {}
+
+
+def test_blocks_that_do_not_divide_a_chunk_are_refused() -> None:
+    settings = SamplerSettings(model=str(ensure_families(["llama4_text"])["llama4_text"]), device="cpu", block_size=64)
+    with pytest.raises(ValueError, match=r"--block-size is 64, which does not divide .* attention_chunk_size 32: vLLM"):
+        engine_config(settings, AdapterCapacity(0, 0, 0))

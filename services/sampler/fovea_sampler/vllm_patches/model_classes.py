@@ -2,16 +2,17 @@
 
 With the patch, adapters may change every `lm_head`, the gates of shared experts, and the tower of Qwen3-VL with
 experts, and names in checkpoints map to parameters that vLLM would otherwise not find. Qwen3-Omni treats images as
-Qwen3-VL does.
+Qwen3-VL does. Llama 4 keeps the order of channels, and the temperature of its attention, that its checkpoint has.
 
 Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there,
     `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
     `Qwen3VLMoeForConditionalGeneration`, and `can_replace_layer` of `vllm.lora.layers.FusedMoEWithLoRA`.
     For names: `hf_to_vllm_mapper` of the classes in `TOWERS`, of `Lfm2VLForConditionalGeneration` and of
-    `MixtralForCausalLM`, adds `named_parameters` to `PixtralHFVisionModel` and `DeepseekV2Model`, and keeps
+    `MixtralForCausalLM`, adds `named_parameters` to the classes in `_LOOKING_UP`, and keeps
     `lora_base_layer_prefix` of `RoutedExperts` empty.
     For images: `__init__`, `get_mrope_input_positions` and `supports_mm_device_do_normalize` of
     `Qwen3OmniMoeThinkerForConditionalGeneration`.
+    For Llama 4: `__init__` and `permute_qk_weight_for_rotary` of `Llama4ForCausalLM`, and `get_rope` in its module.
 Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding only if the model's class lists it in
     `embedding_modules`. Qwen3 lists `lm_head`; Qwen2, and with it Qwen2.5-VL, does not, although its layers are the
     same. The patch adds `lm_head` to the supported modules of every model.
@@ -30,7 +31,7 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     have the level and refuse such checkpoints. The patch inserts it; checkpoints on the hub have it and load as before.
     Pixtral's tower looks up a checkpoint's names among its own parameters. Once LoRA wraps its layers, as in LLaVA, the
     parameters have other names and no later weights load. (Other towers look up layer by layer.) The patch reports the
-    parameters under their names without LoRA. DeepSeek-V3's language model does the same and gets the same patch.
+    parameters under their names without LoRA. DeepSeek-V3's and Llama 4's do the same and get the same patch.
     Once LoRA wraps experts, vLLM expects names with `base_layer` in a checkpoint and silently ignores the others, so a
     push left experts unchanged. The patch keeps the expected names as they are without LoRA.
     LFM2's short convolutions are called `conv` in checkpoints and `short_conv` in vLLM. LFM2-VL's mapper lacks that
@@ -41,6 +42,10 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     Qwen3-Omni's tower expects normalised pixels and would use bytes as such. The patch normalises them, as Qwen3-VL
     does. Its positions assume a token after each image, without which the engine dies; the patch computes Qwen3-VL's,
     which are equal otherwise.
+    Llama 4's loader changes the order of the outputs of queries and keys, so that its rotary embedding turns halves
+    instead of neighbours. It does not do so for adapters, which then change other channels (an error of 1.3 nat). The
+    patch keeps the order and turns neighbours. vLLM tunes the temperature of attention only with contexts above 32,768
+    tokens, whatever config.json says; the patch does what it says.
 Upstream: vllm-project/vllm issue 21500, closed without a change; none known for the others.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
@@ -49,7 +54,8 @@ Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `l
     and vLLM maps `vision_tower.embeddings` of each class to a parameter that its model has, `PixtralHFVisionModel`
     loads weights with `AutoWeightsLoader`, `RoutedExperts.get_expert_mapping` also maps checkpoint names when LoRA
     wraps the experts, LFM2-VL's mapper has the entries of LFM2's, and Mixtral's maps `.mlp.`; and Qwen3-Omni's class
-    supports `mm_device_do_normalize`, and prompts that end with an image.
+    supports `mm_device_do_normalize`, and prompts that end with an image; and Llama 4's class changes the order of
+    adapters too, and reads `attn_temperature_tuning` from config.json.
 """
 
 import re
@@ -64,12 +70,14 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models import llama4
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 from vllm.model_executor.models.mixtral import MixtralForCausalLM
+from vllm.model_executor.models.mllama4 import Llama4ForConditionalGeneration
 from vllm.model_executor.models.pixtral import PixtralHFVisionModel
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
@@ -87,6 +95,12 @@ TOWERS: tuple[Any, ...] = (
     LlavaOnevisionForConditionalGeneration,
 )
 """vLLM's classes with a SigLIP or CLIP tower."""
+
+_LOOKING_UP: tuple[Any, ...] = (
+    *(PixtralHFVisionModel, DeepseekV2Model),
+    *(llama4.Llama4Model, Llama4ForConditionalGeneration),
+)
+"""vLLM's classes that look up names of checkpoints among all their parameters."""
 
 _LEVEL = WeightsMapper(
     orig_to_new_regex={re.compile(r"^(model\.)?vision_tower\.(?!vision_model\.)"): "vision_tower.vision_model."}
@@ -107,6 +121,8 @@ def apply() -> None:
     _extend_adapted_modules()
     if not Qwen3OmniMoeThinkerForConditionalGeneration.supports_mm_device_do_normalize:
         _complete_omni(Qwen3OmniMoeThinkerForConditionalGeneration)
+    if llama4.get_rope.__module__ != __name__:
+        _follow_llama4(llama4.Llama4ForCausalLM)
 
 
 def _complete_omni(model: Any) -> None:
@@ -124,8 +140,25 @@ def _complete_omni(model: Any) -> None:
     model.supports_mm_device_do_normalize = True
 
 
+def _follow_llama4(model: Any) -> None:
+    build, get_rope = model.__init__, llama4.get_rope
+
+    def turn_neighbours(*arguments: Any, **options: Any) -> Any:
+        return get_rope(*arguments, **options | {"is_neox_style": False})
+
+    def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        config = vllm_config.model_config
+        tuning = {"attn_temperature_tuning": config.hf_config.attn_temperature_tuning}
+        config.override_generation_config = config.override_generation_config | tuning
+        build(self, vllm_config=vllm_config, prefix=prefix)
+
+    llama4.get_rope, model.__init__ = turn_neighbours, init
+    model.permute_qk_weight_for_rotary = lambda _, name, weight: (name, weight)
+
+
 def _correct_names() -> None:
-    PixtralHFVisionModel.named_parameters = DeepseekV2Model.named_parameters = _named_parameters
+    for owner in _LOOKING_UP:
+        owner.named_parameters = _named_parameters
     RoutedExperts.lora_base_layer_prefix = property(lambda _: "", lambda _, prefix: None)
     missing = [(model, _LEVEL) for model in TOWERS]
     missing += [(Lfm2VLForConditionalGeneration, _CONVOLUTION), (MixtralForCausalLM, _MIXTURE)]

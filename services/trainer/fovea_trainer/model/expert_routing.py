@@ -318,6 +318,8 @@ def expert_shape(model: Any) -> ExpertShape | None:
 
 def has_experts(text: PretrainedConfig, index: int) -> bool:
     """Returns True if a layer of a language model with experts has them in place of a dense MLP."""
+    if (routed := getattr(text, "moe_layers", None)) is not None:
+        return index in routed
     is_dense = index in (getattr(text, "mlp_only_layers", None) or ())
     every = getattr(text, "decoder_sparse_step", None) or 1
     first = getattr(text, "first_k_dense_replace", None) or 0

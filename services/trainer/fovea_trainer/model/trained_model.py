@@ -184,7 +184,8 @@ class AdapterModel(TrainedModel):
         self.weights = LoraWeights(settings, targets, device, dtype, experts)
         self.optimizer = AdamW([self.weights.flat], settings.largest)
         self.trains_vision = settings.train_vision
-        self.unembedding = self.weights.pairs.get(UNEMBEDDING)
+        pairs = self.weights.pairs.items()
+        self.unembedding = next((pair for name, pair in pairs if name.rpartition(".")[2] == UNEMBEDDING), None)
         self.trainable_parameter_count = self.weights.whole_size
         self._injector = injector
 
