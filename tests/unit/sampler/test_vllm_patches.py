@@ -224,14 +224,40 @@ def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> N
     assert model_manager.get_supported_lora_modules(model) == ["expert_gate", "lm_head", "shared_expert_gate"]
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_experts_with_a_kernel_without_adapters_stay_unchanged(takes: bool) -> None:
-    assert "supports_lora" not in source("vllm.lora.layers.fused_moe:FusedMoEWithLoRA.can_replace_layer")
+def _runner(takes: bool, weighs_inputs: bool) -> MoERunner:
     runner = MoERunner.__new__(MoERunner)
     torch.nn.Module.__init__(runner)
     runner.routed_experts = torch.nn.Module()
     kernel = SimpleNamespace(supports_lora=lambda: takes)
     runner.routed_experts.quant_method = SimpleNamespace(is_monolithic=False, moe_kernel=kernel)
+    runner.routed_experts.apply_router_weight_on_input = weighs_inputs
+    return runner
+
+
+def test_experts_with_weighted_inputs_are_adapted_only_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "apply_router_weight_on_input=True" in source("vllm.model_executor.models.llama4:Llama4MoE.__init__")
+    kernels, punica = "vllm.model_executor.layers.fused_moe.modular_kernel", "vllm.lora.punica_wrapper.punica_gpu"
+    given = source(f"{kernels}:FusedMoEKernelModularImpl.apply")
+    assert "lora_ctx.original_hidden_states = hidden_states" in given, "gate and up adapters may now get the weight"
+    multiplied = source(f"{punica}:PunicaWrapperGPU.add_lora_w2")
+    assert "True,  # mul_routed_weight" in multiplied, "the down adapter may now be without the weight"
+    model_classes.apply()
+    asked: Any = {"lora_config": None, "packed_modules_list": ["w1", "w3"], "model_config": None}
+    for on_cpu in (True, False):
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda _, answer=on_cpu: answer)
+        for weighs in (True, False):
+            runner = _runner(True, weighs)
+            taken = FusedMoEWithLoRA.can_replace_layer(source_layer=runner, **asked)
+            assert taken is (on_cpu or not weighs)
+            refused = model_classes.unadapted_experts(torch.nn.ModuleDict({"experts": runner}))
+            assert list(refused) == ([] if taken else ["experts"])
+            assert all("the router's weight multiplies their inputs" in reason for reason in refused.values())
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_experts_with_a_kernel_without_adapters_stay_unchanged(takes: bool) -> None:
+    assert "supports_lora" not in source("vllm.lora.layers.fused_moe:FusedMoEWithLoRA.can_replace_layer")
+    runner = _runner(takes, False)
     model_classes.apply()
     for wrapper, parts in ((FusedMoEWithLoRA, ["w1", "w3"]), (FusedMoE3DWithLoRA, ["w13"])):
         asked: Any = {"lora_config": None, "packed_modules_list": parts, "model_config": None}

@@ -26,7 +26,9 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     Qwen3-VL's classes declare the packed `qkv` of the vision tower, but the class for models with experts does not.
     The patch adds the declaration.
     If the kernel of a model's experts does not support adapters, the engine dies at its start. With the patch such
-    experts stay unadapted, and a manifest with adapters for them is refused with the name of the module.
+    experts stay unadapted, and a manifest with adapters for them is refused with the name of the module. The same
+    holds on a GPU for Llama 4's experts, with inputs that the router's weight multiplies. vLLM's kernels give gate and
+    up adapters inputs without that weight, and multiply the down adapter by it; `experts_cpu` does neither.
     transformers 5 removed the level `vision_model` from SigLIP and CLIP and saves checkpoints without it. vLLM's towers
     have the level and refuse such checkpoints. The patch inserts it; checkpoints on the hub have it and load as before.
     Pixtral's tower looks up a checkpoint's names among its own parameters. Once LoRA wraps its layers, as in LLaVA, the
@@ -50,7 +52,8 @@ Upstream: vllm-project/vllm issue 21500, closed without a change; none known for
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
     `create_lora_weights` takes any vocabulary, `get_supported_lora_modules` has `expert_gate` of Qwen3.5 with experts,
-    `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping, and `can_replace_layer` asks the kernel;
+    `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping, and `can_replace_layer` asks the kernel,
+    which computes adapters of experts with weighted inputs;
     and vLLM maps `vision_tower.embeddings` of each class to a parameter that its model has, `PixtralHFVisionModel`
     loads weights with `AutoWeightsLoader`, `RoutedExperts.get_expert_mapping` also maps checkpoint names when LoRA
     wraps the experts, LFM2-VL's mapper has the entries of LFM2's, and Mixtral's maps `.mlp.`; and Qwen3-Omni's class
@@ -83,6 +86,7 @@ from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinke
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms import current_platform
 
 _NAME = "lm_head"
 _MOST_TOKENS = 258_048
@@ -195,17 +199,34 @@ def _extend_adapted_modules() -> None:
 
 
 def _ask_kernels(wrapper: Any) -> None:
-    """Makes vLLM's LoRA class for experts skip layers with a kernel that does not support adapters."""
+    """Makes vLLM's LoRA class for experts skip layers that cannot be adapted."""
     fits = wrapper.can_replace_layer
 
     def can_replace_layer(source_layer: Any, **how: Any) -> bool:
-        if isinstance(source_layer, MoERunner):
-            method = source_layer._quant_method
-            if method.is_monolithic or method.moe_kernel is None or not method.moe_kernel.supports_lora():
-                return False
+        if isinstance(source_layer, MoERunner) and _problem_of(source_layer):
+            return False
         return bool(fits(source_layer=source_layer, **how))
 
     wrapper.can_replace_layer = can_replace_layer
+
+
+def unadapted_experts(model: torch.nn.Module) -> dict[str, str]:
+    """Returns the reason why experts cannot be adapted, keyed by their names, for those that cannot."""
+    runners = ((name, module) for name, module in model.named_modules() if isinstance(module, MoERunner))
+    return {name: problem for name, runner in runners if (problem := _problem_of(runner))}
+
+
+def _problem_of(runner: Any) -> str:
+    """Returns the reason why the experts of a layer cannot be adapted, or an empty string."""
+    method = runner._quant_method
+    if method.is_monolithic or method.moe_kernel is None or not method.moe_kernel.supports_lora():
+        return "vLLM's kernel for them does not support adapters"
+    if runner.routed_experts.apply_router_weight_on_input and not current_platform.is_cpu():
+        return (
+            "the router's weight multiplies their inputs, and on a GPU vLLM has no adapters for such experts: it gives "
+            "the gate and up adapters inputs without the weight, and multiplies the down adapter by it"
+        )
+    return ""
 
 
 def _make_room(make_room: Any, layer: Any, max_loras: int, *arguments: Any) -> None:
