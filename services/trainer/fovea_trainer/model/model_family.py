@@ -357,8 +357,8 @@ _GLM_ROLES = {"proj": Role.ATTENTION, "down_proj": Role.MLP}
 
 _LLAMA4_ROLES = {
     **{f"{name}_proj": Role.ATTENTION for name in "qkvo"},
-    **dict.fromkeys(("fc1", "fc2", "linear", "linear_1"), Role.MLP),
-}
+    **dict.fromkeys(("fc1", "fc2", "linear_1"), Role.MLP),
+}  # without the patch embedding, for which vLLM maps rows to adapters as if the class token were already there
 _PLAIN = (
     *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
     *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "llama", "mistral", "mixtral"),
