@@ -344,9 +344,12 @@ def replay_routing(decoder: Any) -> None:
     """Makes a decoder's layers with experts follow `ROUTED_EXPERTS`. Call it once, after all other changes to layers.
 
     The experts are an argument of each layer. A layer that recomputes its activations in the backward pass therefore
-    uses the same experts again.
+    uses the same experts again. Dense layers among them drop the argument.
     """
-    for index, (layer, experts) in enumerate(_routed_layers(decoder)):
+    routed = list(_routed_layers(decoder))
+    for layer in set(decoder.layers) - {layer for layer, _ in routed} if routed else ():
+        layer.forward = partial(_unrouted, layer.forward)
+    for index, (layer, experts) in enumerate(routed):
         layer.forward = partial(_replayed, layer.forward, index, experts.num_experts)
 
 
@@ -366,6 +369,12 @@ def _replayed(
     given = nullcontext() if routed_experts is None else _GivenRouting(routed_experts[:, index], expert_count)
     with given:
         return forward(*arguments, **options)
+
+
+def _unrouted(
+    forward: Callable[..., Any], *arguments: Any, routed_experts: Tensor | None = None, **options: Any
+) -> Any:
+    return forward(*arguments, **options)
 
 
 class _GivenRouting(TorchFunctionMode):

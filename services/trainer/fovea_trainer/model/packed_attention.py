@@ -47,7 +47,6 @@ HARMLESS = {
     "use_cache": "nothing is cached in training",
     "past_key_values": "nothing is cached in training",
     "output_attentions": "attention weights are never returned",
-    "routed_experts": "the layer is dense, beside others with experts",
 }
 """Keyword arguments of transformers' models that have no effect here, and the reason."""
 
@@ -154,14 +153,14 @@ def packed_attention(
         raise ValueError(f"packed attention supports only causal windows; {type(module).__name__} has another kind")
     scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
     rule: DocumentRule | None = getattr(module, "document_rule", None)
+    if share is not None and (s_aux is not None or rule is not None):
+        raise ValueError(f"ranks cannot share a datum of {type(module).__name__}, which has sinks or chunks")
     if rule is not None:
         packing = packing or Packing(cu_seq_lens_q, query.shape[2])
         query, packing, max_length_q = rule.applied(query, packing, max_length_q)
         cu_seq_lens_q = packing.bounds
     if share is None:
         return _attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing), None
-    if s_aux is not None or rule is not None:
-        raise ValueError(f"ranks cannot share a datum of {type(module).__name__}, which has sinks or chunks")
     query, key, value = (share.heads(tensor) for tensor in (query, key, value))
     return share.tokens(_attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing)), None
 

@@ -2,7 +2,7 @@
 
 from copy import deepcopy
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
+from fovea_trainer.batches.datum_groups import Share
 from fovea_trainer.model.document_masks import DocumentRule, Packing
 from fovea_trainer.model.expert_routing import _GivenRouting
 from fovea_trainer.model.experts import use_experts
@@ -49,6 +50,15 @@ def _one_by_one(given: list[Tensor], bounds: list[int], rule: DocumentRule) -> T
         key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
         found.append(functional.scaled_dot_product_attention(query, key, value, sees, scale=0.3))
     return torch.cat(found, 2).transpose(1, 2)
+
+
+def test_a_datum_with_chunks_is_not_shared_between_ranks() -> None:
+    """The refusal precedes the rule, for which this rank has too few queries."""
+    given = _inputs(4)
+    bounds, shared = torch.tensor([0, 8], dtype=torch.int32), Share(cast(Any, None), 8)
+    layer = _layer(DocumentRule(CHUNK, 3, 0.5))
+    with pytest.raises(ValueError, match="ranks cannot share a datum of Module, which has sinks or chunks"):
+        packed_attention(layer, *given, cu_seq_lens_q=bounds, max_length_q=8, share=shared)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
