@@ -133,7 +133,7 @@ def check_variant(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{name} with experts ({found}) is not supported; supported mixtures of experts: {', '.join(EXPERT_TYPES)}"
         )
-    chunked = "chunked_attention" if text.get("attention_chunk_size") else None
+    chunked = "chunked_attention" if text.get("model_type") in TRANSPOSED_EXPERTS else None
     known = {"full_attention", "sliding_attention", chunked, STATE_LAYERS.get(str(text.get("model_type")))}
     if unknown := set(text.get("layer_types") or ()) - known:
         raise ValueError(f"layer types {sorted(unknown)} of {name} are not supported")
@@ -145,7 +145,7 @@ def check_variant(config: Mapping[str, Any]) -> None:
             "looks up this id in the per-layer embeddings, while vLLM looks up 0"
         )
     _check_fixed(str(name), text)
-    if "intermediate_size_mlp" in text:
+    if text.get("model_type") in TRANSPOSED_EXPERTS:
         _check_llama4(str(name), text)
     if changed := [entry for entry in _LOGIT_CHANGES if text.get(entry) not in (None, 1.0)]:
         raise ValueError(
@@ -182,8 +182,12 @@ def _check_fixed(name: str, text: Mapping[str, Any]) -> None:
 
 def _check_llama4(name: str, text: Mapping[str, Any]) -> None:
     """Raises ValueError for a language model of Llama 4 that transformers and vLLM would compute differently."""
-    layers, step = range(int(text["num_hidden_layers"])), int(text.get("interleave_moe_layer_step", 1))
-    every = int(text.get("no_rope_layer_interval", 4))
+    positive = {"attention_chunk_size": 8192, "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4}
+    found = {entry: text.get(entry, default) for entry, default in positive.items()}  # transformers' defaults
+    if wrong := [entry for entry, value in found.items() if not isinstance(value, int) or value < 1]:
+        raise ValueError(f"{wrong[0]} of {name} is {found[wrong[0]]!r}, must be positive")
+    _, step, every = found.values()
+    layers = range(int(text.get("num_hidden_layers", 48)))
     rotary = text.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
     computed = {
         "attention_bias": False,
@@ -230,7 +234,7 @@ def mixture_sizes(config: Mapping[str, Any]) -> MixtureSizes | None:
         return None
     inner = int(text.get("moe_intermediate_size") or text["intermediate_size"])
     shared = text.get("shared_expert_intermediate_size") or inner * (text.get("n_shared_experts") or 0)
-    if "intermediate_size_mlp" in text:
+    if text.get("model_type") in TRANSPOSED_EXPERTS:
         shared = inner  # Llama 4 has one shared expert, as wide as the others
     if text.get("enable_moe_block"):
         shared = text["intermediate_size"]  # Gemma 4 has a whole MLP beside the experts

@@ -392,5 +392,8 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def check_model(model: str) -> None:
-    """Raises ValueError for a vision model of an unknown family, which cannot be served."""
-    vision.choose(read_config(model))
+    """Raises ValueError for a vision model of an unknown family, and for a variant that vLLM computes differently."""
+    config = read_config(model)
+    vision.choose(config)
+    if config.get("model_type") in model_files.TRANSPOSED_EXPERTS:  # Llama 4
+        model_files.check_variant(config)

@@ -228,6 +228,13 @@ def test_given_experts_pass_dense_layers(name: str) -> None:
     assert (found[1] - found[0]).abs().max() > 1e-3
 
 
+def test_given_experts_are_refused_without_experts() -> None:
+    module, _, _ = _packed("qwen2")
+    datums = [replace(one, experts=np.zeros((len(one.tokens), 1, 1), np.int16)) for one in _datums()]
+    with pytest.raises(ValueError, match="packed attention does not support routed_experts, which Qwen2Attention pass"):
+        _run(module, datums)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_of_all_parameters(name: str, recompute: bool) -> None:
@@ -334,7 +341,11 @@ def _assert_near(found: Tensor | None, expected: Tensor) -> None:
             "num_experts_per_tok of llama4_text is 2, but vLLM computes only 1",
         ),
         ("llama4_text", {"layer_types": 4 * ["chunked_attention"]}, "layer_types of llama4_text is"),
-        ("llama4_text", {"attention_chunk_size": None}, "chunked_attention'. of llama4_text are not supported"),
+        (
+            "llama4_text",
+            {"attention_chunk_size": None},
+            "attention_chunk_size of llama4_text is None, must be positive",
+        ),
         ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "the weights of this qwen2 are quantised"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
     ],
