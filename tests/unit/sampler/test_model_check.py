@@ -80,3 +80,11 @@ def test_blocks_that_do_not_divide_a_chunk_are_refused() -> None:
     settings = SamplerSettings(model=str(ensure_families(["llama4_text"])["llama4_text"]), device="cpu", block_size=64)
     with pytest.raises(ValueError, match=r"--block-size is 64, which does not divide .* attention_chunk_size 32: vLLM"):
         engine_config(settings, AdapterCapacity(0, 0, 0))
+
+
+@pytest.mark.parametrize("name", ["llama4", "llama4_text"])
+def test_a_shared_base_of_transposed_experts_is_refused(name: str) -> None:
+    model = str(ensure_families([name])[name])
+    settings = SamplerSettings(model=model, device="cpu", shared_base="/tmp/llama4-base")
+    with pytest.raises(ValueError, match="--shared-base does not support Llama 4: vLLM stores its experts as"):
+        engine_config(settings, AdapterCapacity(0, 0, 0))
