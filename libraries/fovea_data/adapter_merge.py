@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from fovea.runtime.model_files import read_json
+from fovea.runtime.model_files import TRANSPOSED_EXPERTS, read_json
 from fovea.wire.conventions import EXPERTS_NOTE, PEFT_READS_EXPERTS_OF
 from fovea.wire.errors import InvalidInput
 from fovea_data.base_model import copy_small_files, is_tied, trained_part
@@ -323,7 +323,8 @@ class _Base:
             return None  # if only some are adapted, `unused` reports them
         shapes = [factors.shape(module) for of_expert in modules for module in of_expert]
         outputs, inputs = sum(shape[0] for shape in shapes[: len(halves)]), shapes[0][1]
-        is_transposed = any(isinstance(step, Transpose) for step in self._steps.get(name, ()))
+        is_transposed = self._model.config.model_type in TRANSPOSED_EXPERTS
+        is_transposed |= any(isinstance(step, Transpose) for step in self._steps.get(name, ()))
         whole = [count, inputs, outputs] if is_transposed else [count, outputs, inputs]
         self._check(name, whole, f"{parent}.0.{halves[0]}")
 

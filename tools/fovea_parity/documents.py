@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
+from torch import float32
 from transformers import AutoProcessor, BatchFeature
 
 from fovea.api.v1 import model_input_pb2
@@ -108,9 +109,10 @@ class DocumentMaker:
         ]
         if not images:
             return self.tokenizer(["".join(texts)], return_tensors="pt", add_special_tokens=False)
-        return self.processor(
+        made = self.processor(
             text=["".join(texts)], images=images, return_tensors="pt", add_special_tokens=False, **how
         )
+        return made.to(float32)  # Llama 4's processor computes in bfloat16
 
     def splice(self, contents: Sequence[Content]) -> Document:
         """Returns the same text as Fovea splices it: it encodes the text between images and replaces each image."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tinker
 
-from fovea.runtime.model_files import read_json
+from fovea.runtime.model_files import language_entries, read_json
 from fovea_demo.up import NotReady, running_fovea
 from fovea_parity import adapter_kinds, refusals
 from fovea_parity.adapter_kinds import MOST_NAT
@@ -37,6 +37,7 @@ _RANK = 8
 _WAYS = {"base": (_RANK, 0, 0.0), "LoRA": (_RANK, _STEPS, 5e-3), "full": (0, _STEPS, 5e-4)}
 """For each comparison: the rank (0 trains all parameters), the number of training steps, and the learning rate."""
 
+_TEXT = "Some words about nothing in particular."
 _PROMPTS = ("text", "an image", "two images")
 
 
@@ -46,7 +47,8 @@ def check(directory: Path) -> Finding:
     adapts_tower = bool(family_of(str(read_json(directory / "config.json")["model_type"])).tower_roles)
     os.environ["FOVEA_GATEWAY_TRAIN_VISION"] = str(adapts_tower).lower()
     maker = DocumentMaker(directory)
-    prompts = [Prompt(maker, ["Some words about nothing in particular."])]
+    is_chunked = language_entries(read_json(directory / "config.json")).get("attention_chunk_size")
+    prompts = [Prompt(maker, [_TEXT * (6 if is_chunked else 1)])]
     if maker.family is not None:
         wide, high = picture((140, 90), 1), picture((60, 110), 2)
         prompts += [Prompt(maker, [wide, "What is this?"]), Prompt(maker, ["See ", high, " and ", wide, " now."])]

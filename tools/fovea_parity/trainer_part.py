@@ -115,8 +115,11 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 
 
 def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Returns the largest difference relative to the largest element, or infinity if one side lacks a gradient."""
+    """Returns the largest difference relative to the largest element, or infinity if one side lacks a gradient.
+
+    transformers has Llama 4's experts transposed.
+    """
     if set(ours) != set(theirs):
         return float("inf")
-    largest = max(float(one.abs().max()) for one in theirs.values())
-    return max(float((ours[name] - one).abs().max()) for name, one in theirs.items()) / largest
+    pairs = [(own if own.shape == (one := ours[name]).shape else own.mT, one) for name, own in theirs.items()]
+    return max(float((a - b).abs().max()) for a, b in pairs) / max(float(a.abs().max()) for a, _ in pairs)

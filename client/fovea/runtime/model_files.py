@@ -11,7 +11,7 @@ from fovea import vision
 from fovea.vision.vision_family import VisionFamily
 
 _TEXT_MODEL_TYPES = (
-    *("deepseek_v3", "gemma3_text", "glm4_moe", "llama", "mistral", "mixtral"),
+    *("deepseek_v3", "gemma3_text", "glm4_moe", "llama", "llama4_text", "mistral", "mixtral"),
     *("qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
 )
 
@@ -36,7 +36,7 @@ model of 16 bits, trainer and sampler both keep their residual stream in float32
 """
 
 EXPERT_TYPES = (
-    *("deepseek_v3", "gemma4", "glm4_moe", "glm4v_moe", "mixtral"),
+    *("deepseek_v3", "gemma4", "glm4_moe", "glm4v_moe", "llama4", "llama4_text", "mixtral"),
     *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_vl_moe"),
 )
 """Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
@@ -46,6 +46,9 @@ UNTRAINED = ("thinker.audio_tower.", "talker.", "code2wav.")
 
 They hear and speak in Qwen3-Omni.
 """
+
+TRANSPOSED_EXPERTS = ("llama4", "llama4_text")
+"""Values of `model_type` of models with experts [E, inputs, outputs], in files and in transformers."""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")
 """Entries that change logits after the unembedding; capping is not among them."""
@@ -130,7 +133,8 @@ def check_variant(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{name} with experts ({found}) is not supported; supported mixtures of experts: {', '.join(EXPERT_TYPES)}"
         )
-    known = {"full_attention", "sliding_attention", STATE_LAYERS.get(str(text.get("model_type")))}
+    chunked = "chunked_attention" if text.get("model_type") in TRANSPOSED_EXPERTS else None
+    known = {"full_attention", "sliding_attention", chunked, STATE_LAYERS.get(str(text.get("model_type")))}
     if unknown := set(text.get("layer_types") or ()) - known:
         raise ValueError(f"layer types {sorted(unknown)} of {name} are not supported")
     if text.get("use_bidirectional_attention") not in (None, False, "vision"):
@@ -141,6 +145,8 @@ def check_variant(config: Mapping[str, Any]) -> None:
             "looks up this id in the per-layer embeddings, while vLLM looks up 0"
         )
     _check_fixed(str(name), text)
+    if text.get("model_type") in TRANSPOSED_EXPERTS:
+        _check_llama4(str(name), text)
     if changed := [entry for entry in _LOGIT_CHANGES if text.get(entry) not in (None, 1.0)]:
         raise ValueError(
             f"{changed[0]} of {name} is not supported: logits must be the plain product with the unembedding"
@@ -172,6 +178,26 @@ def _check_fixed(name: str, text: Mapping[str, Any]) -> None:
             f"the weights of this {name} are quantised (quantization_config), which the trainer does not read: use a "
             "checkpoint in bfloat16"
         )
+
+
+def _check_llama4(name: str, text: Mapping[str, Any]) -> None:
+    """Raises ValueError for a language model of Llama 4 that transformers and vLLM would compute differently."""
+    positive = {"attention_chunk_size": 8192, "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4}
+    found = {entry: text.get(entry, default) for entry, default in positive.items()}  # transformers' defaults
+    if wrong := [entry for entry, value in found.items() if not isinstance(value, int) or value < 1]:
+        raise ValueError(f"{wrong[0]} of {name} is {found[wrong[0]]!r}, must be positive")
+    _, step, every = found.values()
+    layers = range(int(text.get("num_hidden_layers", 48)))
+    rotary = text.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
+    computed = {
+        "attention_bias": False,
+        "num_experts_per_tok": 1,
+        "moe_layers": list(layers)[step - 1 :: step],
+        "layer_types": ["chunked_attention" if turns else "full_attention" for turns in rotary],
+    }
+    for entry, value in computed.items():
+        if text.get(entry) not in (None, value):
+            raise ValueError(f"{entry} of {name} is {text[entry]!r}, but vLLM computes only {value!r}")
 
 
 def experts_of(config: Mapping[str, Any]) -> str:
@@ -208,6 +234,8 @@ def mixture_sizes(config: Mapping[str, Any]) -> MixtureSizes | None:
         return None
     inner = int(text.get("moe_intermediate_size") or text["intermediate_size"])
     shared = text.get("shared_expert_intermediate_size") or inner * (text.get("n_shared_experts") or 0)
+    if text.get("model_type") in TRANSPOSED_EXPERTS:
+        shared = inner  # Llama 4 has one shared expert, as wide as the others
     if text.get("enable_moe_block"):
         shared = text["intermediate_size"]  # Gemma 4 has a whole MLP beside the experts
     per_token = text.get("num_experts_per_tok") or text["top_k_experts"]

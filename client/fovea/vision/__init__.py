@@ -14,6 +14,7 @@ from fovea.vision.processor_vl import (
     PlacedPatchesVL,
     PooledTilesVL,
     RaggedVL,
+    ShuffledTilesVL,
     TiledVL,
     UnpaddedTilesVL,
 )
@@ -25,6 +26,7 @@ FAMILIES: tuple[type[VisionFamily], ...] = (
     Glm4v,
     TiledVL,
     MaskedTilesVL,
+    ShuffledTilesVL,
     RaggedVL,
     UnpaddedTilesVL,
     PooledTilesVL,
@@ -35,10 +37,6 @@ FAMILIES: tuple[type[VisionFamily], ...] = (
 MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in family.model_types))
 """Values of `model_type` in config.json that have a family."""
 
-_CHUNKS = (
-    "packed attention has no chunks (attention_chunk_size), and transformers runs all experts on each token, weighted "
-    "before their gate"
-)
 _MAMBA = "packed training has no Mamba 2 layer"
 MISSING_PIECES = {
     "deepseek_ocr2": "vLLM has no DeepseekOcr2ForConditionalGeneration, only the class of the checkpoint's custom code",
@@ -46,7 +44,6 @@ MISSING_PIECES = {
     "gemma4_unified": "image tokens see later ones in all layers of transformers, in vLLM only in those with a window",
     "gpt_oss": "vLLM's loader loses pushed experts, and its adapters do not fit their interleaved gates",
     "kimi_k25": "vLLM has no adapters for it, and its published weights have 4 bits, which the trainer does not read",
-    **dict.fromkeys(("llama4", "llama4_text"), _CHUNKS),
     "minicpmv4_6": "its processor numbers the images of a prompt, so the ids of an image depend on those before it",
     **dict.fromkeys(("nemotron_h", "nemotron_h_omni"), _MAMBA),
     "phi4_multimodal": "vLLM removed Phi4MultimodalForCausalLM in 0.12",

@@ -112,7 +112,7 @@ class ProcessorVL(VisionFamily):
 class TiledVL(ProcessorVL):
     """Images in square tiles of one size, each with the same number of embeddings."""
 
-    model_types = ("internvl", "gemma3")
+    model_types: ClassVar[tuple[str, ...]] = ("internvl", "gemma3")
     opener = "<img>"
 
     def patch_count(self, embedding_count: int) -> int:
@@ -155,6 +155,17 @@ class MaskedTilesVL(TiledVL):
     def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
         shape = self.declared["pixel_attention_mask"].shape
         return {"tiles": 1}, {"pixel_attention_mask": np.ones((1, 1, *shape[2:]), np.int64)}  # type: ignore[arg-type]
+
+
+class ShuffledTilesVL(TiledVL):
+    """Square tiles, of which several patches are shuffled into one embedding, and a view of the whole after them."""
+
+    model_types = ("llama4",)
+    opener = "<|image_start|>"
+    placeholders = ("<|image|>",)
+
+    def _count(self, config: Mapping[str, Any], patches: int) -> int:
+        return patches // round(1 / float(config["vision_config"].get("pixel_shuffle_ratio", 0.5)) ** 2)
 
 
 class RaggedVL(ProcessorVL):

@@ -175,6 +175,7 @@ class WholeProcessor:
             if not ids[:count].tolist() == ids[-count:].tolist() == self._margin:
                 raise ValueError(f"{type(self._processor).__name__} does not write {self._margin} around an image")
             ids = ids[count:-count]
+        made.to(torch.float32)  # numpy has no bfloat16, in which Llama 4's processor computes
         return {name: made[name].numpy() for name in self._family.declared} | {IDS: ids}
 
 

@@ -3,6 +3,7 @@
 The renderer's ids and tensors equal the processor's; vLLM's log-probabilities equal transformers' own forward.
 """
 
+import asyncio
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from fovea.api.v1 import model_input_pb2
 from fovea.client.inference import SamplerClient
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
+from fovea_trainer.model.model_family import family_of
 from tests.contract.renderer.inputs import image, model_input, text
 from tests.e2e.sampler.asking import ask, request_for
 from tests.e2e.sampler.conftest import MIXTURE, sampler_of
+from tests.e2e.sampler.reference import ALPHA
+from tests.e2e.sampler.sender import Sender
 from tests.families import ensure_family
 from tests.served_renderer import Served, serving
 from tests.unit.renderer.pictures import encoded
@@ -50,13 +54,28 @@ class Own:
         words = "".join(part if isinstance(part, str) else self.processor.image_token for part in parts)
         images = [part for part in parts if not isinstance(part, str)]
         made = self.processor(text=[words], images=images or None, return_tensors="pt", add_special_tokens=False)
-        return dict(made)
+        # Llama 4's processor computes in bfloat16.
+        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in made.items()}
 
     @torch.no_grad()
     def prompt_logprobs(self, made: dict[str, torch.Tensor]) -> npt.NDArray[np.float32]:
         """Returns log p(token i | tokens before i) from the second token on."""
         rows: torch.Tensor = self._model(**made).logits[0, :-1].log_softmax(-1)
         return rows.gather(1, made["input_ids"][0, 1:, None])[:, 0].numpy()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def adapt_tower(self, seed: int) -> dict[str, torch.Tensor]:
+        """Adds an adapter of rank 4 to the modules of the tower that the trainer adapts, and returns it."""
+        generator, adapter = torch.Generator().manual_seed(seed), {}
+        for target in family_of(self._model.config.model_type).lora_targets(self._model):
+            if target.vision:
+                weight, path = self._model.get_submodule(target.name).weight, f"base_model.model.{target.name}"
+                a, b = (
+                    torch.randn(*shape, generator=generator) * 0.1 for shape in ((4, weight.shape[1]), (len(weight), 4))
+                )
+                weight += ALPHA / 4 * b @ a
+                adapter |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+        return adapter
 
     def chunks(self, parts: list[str | Image.Image]) -> model_input_pb2.ModelInput:
         """Returns the same input as a client sends it."""
@@ -116,6 +135,32 @@ async def test_a_family(name: str, request: pytest.FixtureRequest) -> None:
                 assert np.abs(answer.prompt_logprobs[1:] - own.prompt_logprobs(made)).max() < TOLERANCE
                 told.add(hashlib.sha256(answer.prompt_logprobs[-3:].tobytes()).hexdigest())
             await check_refusals(served, client, own, [one, " again"])
+
+
+@pytest.mark.long
+async def test_adapters_of_a_tower_in_one_step(request: pytest.FixtureRequest) -> None:
+    """Images of two adapters and of the base, in one batch, equal transformers' forward with merged weights.
+
+    Llama 4's tower adds a token to the patches of each tile, and its connectors join patches.
+    """
+    model = ensure_family("llama4")
+    parts = [picture(112, 60), " and ", picture(90, 140), " differ."]
+    owns = {name: Own(model) for name in ("", "one@1", "two@1")}
+    with sampler_of("llama4", request) as sampler:
+        async with serving(model) as served, SamplerClient(sampler.address) as client:
+            sender = await Sender(client).join()
+            for seed, name in enumerate(owns):
+                if name:
+                    await sender.push(name, owns[name].adapt_tower(seed), 4)
+            rendered = await served.client.render(owns[""].chunks(parts))
+            asked = 3 * list(owns)
+            answers = await asyncio.gather(
+                *(ask(client, request_for(rendered, name, prompt_logprobs=True, max_tokens=2)) for name in asked)
+            )
+    expected = {name: own.prompt_logprobs(own.process(parts)) for name, own in owns.items()}
+    assert min(np.abs(expected[name] - expected[""]).max() for name in ("one@1", "two@1")) > 50 * TOLERANCE
+    for name, answer in zip(asked, answers, strict=True):
+        assert np.abs(answer.prompt_logprobs[1:] - expected[name]).max() < TOLERANCE, name
 
 
 async def check_refusals(served: Served, client: SamplerClient, own: Own, parts: list[str | Image.Image]) -> None:

@@ -1,9 +1,9 @@
 """Families with unusual layers and images on several ranks: sharded, recomputed, with the gradients of one rank.
 
 Qwen3.5 mixes layers with attention and with a state. Qwen3-VL's mixture shards its experts, or spreads them over ranks,
-also of two replicas. Mistral 3 calls its tower once per image shape, so a different number of times on each rank. Gemma
-4 (`gemma4_e2b`: windows, shared keys, per-layer embeddings, untrained constants) passed the same test, which takes
-another minute.
+also of two replicas; so does Llama 4, with weighted inputs of experts and with chunks. Mistral 3 calls its tower once
+per image shape, so a different number of times on each rank. Gemma 4 (`gemma4_e2b`: windows, shared keys, per-layer
+embeddings, untrained constants) passed the same test, which takes another minute.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ ADAM = Adam(1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0)
 SETTINGS = {"keep_gathered": "never", "recompute": "always", "dtype": "float32"}
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl_moe", "mistral3"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl_moe", "mistral3", "llama4"])
 def test_two_ranks_are_one(name: str, tmp_path: Path) -> None:
     directory = ensure_family(name)
     maker = DocumentMaker(directory)
@@ -49,7 +49,7 @@ def test_two_ranks_are_one(name: str, tmp_path: Path) -> None:
             for lora in (LoraSettings(4, 32.0, 7, True, True, True, True), None)
         ]
         alone = run_ranks(directory, SETTINGS, calls, 1, tmp_path / "1")
-        spread = [(2, 2, 1, 1e-5), (4, 2, 2, 1e-5)] if name == "qwen3_vl_moe" else []
+        spread = [(2, 2, 1, 1e-5), (4, 2, 2, 1e-5)] if name in ("qwen3_vl_moe", "llama4") else []
         for ranks, experts, replicas, most in [(2, 1, 1, 1e-3), *spread]:
             settings = {**SETTINGS, "ranks": ranks, "expert_parallel": experts, "replicas": replicas}
             together = run_ranks(directory, settings, calls, ranks, tmp_path / f"{ranks}-{experts}-{replicas}")

@@ -214,6 +214,7 @@ TILED = {"image_size": 8, "patch_size": [2, 2], "num_channels": 3}
 PROCESSED: dict[str, dict[str, Any]] = {
     "internvl": {"image_token_id": IMAGE, "image_seq_length": 4, "vision_config": TILED},
     "gemma3": {"image_token_index": IMAGE, "mm_tokens_per_image": 4, "boi_token_index": START, "vision_config": TILED},
+    "llama4": {"image_token_index": IMAGE, "boi_token_index": START, "vision_config": TILED},
     "idefics3": {"image_token_id": IMAGE, "scale_factor": 2, "vision_config": TILED},
     "smolvlm": {"image_token_id": IMAGE, "scale_factor": 2, "vision_config": TILED},
     "mistral3": {"image_token_index": IMAGE, "spatial_merge_size": 2, "vision_config": {"patch_size": 2}},

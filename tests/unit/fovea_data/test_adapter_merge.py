@@ -36,6 +36,8 @@ MORE = [
     "gemma4_26b",
     "deepseek_v3",
     "qwen3_omni_moe",
+    "llama4",
+    "llama4_text",
 ]
 HALVES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
@@ -83,7 +85,8 @@ def expected(directory: Path, weights: LoraWeights) -> dict[str, Tensor]:
     for stacked in [name for name in found if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         parent, _, projection = stacked.rpartition(".")
         halves = [(factors[f"{parent}.{w}.lora_A"], factors[f"{parent}.{w}.lora_B"]) for w in HALVES[projection]]
-        found[stacked] += weights.settings.scale * torch.cat([b @ a for a, b in halves], dim=1)
+        added = weights.settings.scale * torch.cat([b @ a for a, b in halves], dim=1)
+        found[stacked] += added if found[stacked].shape == added.shape else added.mT
     return found
 
 

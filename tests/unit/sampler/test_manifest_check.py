@@ -108,6 +108,15 @@ def test_experts() -> None:
         assert problem in checking.problem(adapter(wrong))
 
 
+def test_experts_that_cannot_be_adapted_are_refused_with_the_reason() -> None:
+    reasons = {"vllm.model.experts": "the kernel is missing"}
+    parts = {"vllm.model.up"}
+    checking = ManifestChecker(SHAPES, lambda name: f"vllm.{name}", set(), parts, max_rank=8, experts=reasons)
+    problem = checking.problem(adapter(experts()))
+    assert problem == "the engine cannot adapt model.experts.w1: the kernel is missing"
+    assert checking.problem(adapter(pair("model.up", 6, 4))) == "", "other modules stay adaptable"
+
+
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 from vllm import _custom_ops as ops
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -38,6 +39,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.model_executor.models import llama4
 from vllm.model_executor.models.gemma4_mm import Gemma4ForConditionalGeneration
 from vllm.model_executor.models.glm4_1v import Glm4vForConditionalGeneration
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
@@ -182,6 +184,37 @@ def test_vllm_still_needs_images_of_qwen3_omni_as_those_of_qwen3_vl() -> None:
     assert delta == 5 - 8
 
 
+def test_vllm_still_needs_llama_4_as_its_checkpoint_has_it() -> None:
+    module = "vllm.model_executor.models.llama4"
+    assert "self.permute_qk_weight_for_rotary(" in source(f"{module}:Llama4ForCausalLM.load_weights")
+    assert "is_neox_style = True" in source(f"{module}:Llama4Attention.__init__")
+    assert "max_model_len > 32768" in source(f"{module}:Llama4ForCausalLM.__init__")
+    model_classes.apply()
+    kept = torch.randn(8, 4)
+    assert llama4.Llama4ForCausalLM.permute_qk_weight_for_rotary(None, "q_proj.weight", kept) == ("q_proj.weight", kept)
+    with set_current_vllm_config(VllmConfig()):
+        rotary = llama4.get_rope(8, max_position=16, rope_parameters={"rope_theta": 1e4}, is_neox_style=True)
+    positions, query, key = torch.arange(5), torch.randn(5, 2, 8), torch.randn(5, 1, 8)
+    angles = positions[:, None] * 1e4 ** (-torch.arange(0, 8, 2) / 8)
+    expected = apply_rotary_emb(query[None], key[None], torch.polar(torch.ones_like(angles), angles)[None])
+    turned = rotary.forward_native(positions, query.flatten(1), key.flatten(1))
+    for found, one in zip(turned, expected, strict=True):
+        torch.testing.assert_close(found, one[0].flatten(1))
+
+
+@pytest.mark.parametrize("is_tuned", [True, False])
+def test_llama_4_s_temperature_is_the_checkpoint_s(is_tuned: bool) -> None:
+    class Model:
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            self.given = vllm_config.model_config.override_generation_config
+
+    model_classes._follow_llama4(Model)
+    hf_config = SimpleNamespace(attn_temperature_tuning=is_tuned)
+    config = SimpleNamespace(hf_config=hf_config, override_generation_config={"top_k": 3})
+    built: Any = Model(vllm_config=SimpleNamespace(model_config=config))
+    assert built.given == {"top_k": 3, "attn_temperature_tuning": is_tuned}
+
+
 def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> None:
     model = torch.nn.Module()
     model.shared_expert_gate = ReplicatedLinear(4, 1)
@@ -191,14 +224,40 @@ def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> N
     assert model_manager.get_supported_lora_modules(model) == ["expert_gate", "lm_head", "shared_expert_gate"]
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_experts_with_a_kernel_without_adapters_stay_unchanged(takes: bool) -> None:
-    assert "supports_lora" not in source("vllm.lora.layers.fused_moe:FusedMoEWithLoRA.can_replace_layer")
+def _runner(takes: bool, weighs_inputs: bool) -> MoERunner:
     runner = MoERunner.__new__(MoERunner)
     torch.nn.Module.__init__(runner)
     runner.routed_experts = torch.nn.Module()
     kernel = SimpleNamespace(supports_lora=lambda: takes)
     runner.routed_experts.quant_method = SimpleNamespace(is_monolithic=False, moe_kernel=kernel)
+    runner.routed_experts.apply_router_weight_on_input = weighs_inputs
+    return runner
+
+
+def test_experts_with_weighted_inputs_are_adapted_only_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "apply_router_weight_on_input=True" in source("vllm.model_executor.models.llama4:Llama4MoE.__init__")
+    kernels, punica = "vllm.model_executor.layers.fused_moe.modular_kernel", "vllm.lora.punica_wrapper.punica_gpu"
+    given = source(f"{kernels}:FusedMoEKernelModularImpl.apply")
+    assert "lora_ctx.original_hidden_states = hidden_states" in given, "gate and up adapters may now get the weight"
+    multiplied = source(f"{punica}:PunicaWrapperGPU.add_lora_w2")
+    assert "True,  # mul_routed_weight" in multiplied, "the down adapter may now be without the weight"
+    model_classes.apply()
+    asked: Any = {"lora_config": None, "packed_modules_list": ["w1", "w3"], "model_config": None}
+    for on_cpu in (True, False):
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda _, answer=on_cpu: answer)
+        for weighs in (True, False):
+            runner = _runner(True, weighs)
+            taken = FusedMoEWithLoRA.can_replace_layer(source_layer=runner, **asked)
+            assert taken is (on_cpu or not weighs)
+            refused = model_classes.unadapted_experts(torch.nn.ModuleDict({"experts": runner}))
+            assert list(refused) == ([] if taken else ["experts"])
+            assert all("the router's weight multiplies their inputs" in reason for reason in refused.values())
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_experts_with_a_kernel_without_adapters_stay_unchanged(takes: bool) -> None:
+    assert "supports_lora" not in source("vllm.lora.layers.fused_moe:FusedMoEWithLoRA.can_replace_layer")
+    runner = _runner(takes, False)
     model_classes.apply()
     for wrapper, parts in ((FusedMoEWithLoRA, ["w1", "w3"]), (FusedMoE3DWithLoRA, ["w13"])):
         asked: Any = {"lora_config": None, "packed_modules_list": parts, "model_config": None}
@@ -272,9 +331,9 @@ def test_vllm_still_needs_the_names_of_model_classes() -> None:
     assert "params_dict = dict(self.named_parameters())" in source(
         "vllm.model_executor.models.pixtral:PixtralHFVisionModel.load_weights"
     )
-    assert "params_dict = dict(self.named_parameters())" in source(
-        "vllm.model_executor.models.deepseek_v2:DeepseekV2Model.load_weights"
-    )
+    for model in ("deepseek_v2:DeepseekV2Model", "llama4:Llama4Model", "mllama4:Llama4ForConditionalGeneration"):
+        code = source(f"vllm.model_executor.models.{model}.load_weights")
+        assert "params_dict = dict(self.named_parameters())" in code
     named = source("vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts.get_expert_mapping")
     assert "lora_base_layer_prefix=self.lora_base_layer_prefix" in named
     lfm2 = Lfm2VLForConditionalGeneration.hf_to_vllm_mapper
@@ -344,6 +403,11 @@ def test_vllm_still_needs_kernels_cpu() -> None:
     kernels_cpu.apply()
     right, _ = rotary.forward_cpu(positions, flat.clone().view(3, 2, 8), heads.clone().view(3, 1, 8))
     assert torch.allclose(right.view(3, 16), rotated)
+    weight, strided = torch.randn(8, 16), torch.randn(16, 3).t()
+    handler, product = ops.create_onednn_mm(weight.t(), 32), torch.zeros(3, 8)
+    with pytest.raises(RuntimeError, match=r"stride\(-1\) == 1"):
+        torch.ops._C.onednn_mm(product, strided, None, handler.handler_tensor)
+    torch.testing.assert_close(ops.onednn_mm(handler, strided, None), strided @ weight.t())
     gates = torch.zeros(3, 2)
     with pytest.raises(RuntimeError, match="Unsupported floating data type"):
         ops.fused_gdn_gating_cpu(torch.zeros(2), gates, gates, torch.zeros(2))

@@ -54,7 +54,7 @@ def _chat(processor: Any, image: Image.Image | None) -> BatchFeature:
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     images = {"images": [image]} if image else {}
     inputs: BatchFeature = processor(text=[text], return_tensors="pt", add_special_tokens=False, **images)
-    return inputs
+    return inputs.to(torch.float32)  # Llama 4 processes images in bfloat16
 
 
 def _picture(seed: int) -> Image.Image:

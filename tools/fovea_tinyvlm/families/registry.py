@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from fovea_tinyvlm.families.declaration import Family
+from fovea_tinyvlm.families.llama4 import LLAMA4
 from fovea_tinyvlm.families.qwen_likes import QWEN_LIKES
 from fovea_tinyvlm.families.qwen_omni import QWEN_OMNI
 from fovea_tinyvlm.families.text_models import TEXT_FAMILIES
@@ -15,7 +16,8 @@ from fovea_tinyvlm.families.tiled import TILED
 from fovea_tinyvlm.families.vocabulary import family_tokenizer
 from fovea_tinyvlm.families.whole_images import WHOLE_IMAGES
 
-FAMILIES = {family.name: family for family in (*QWEN_LIKES, *QWEN_OMNI, *WHOLE_IMAGES, *TILED, *TEXT_FAMILIES)}
+_ALL = (*QWEN_LIKES, *QWEN_OMNI, *WHOLE_IMAGES, *TILED, *LLAMA4, *TEXT_FAMILIES)
+FAMILIES = {family.name: family for family in _ALL}
 
 
 def build_family(name: str, directory: Path, seed: int = 0, max_shard_size: str = "5GB") -> None:

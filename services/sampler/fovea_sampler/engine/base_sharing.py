@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
+from fovea.runtime.model_files import TRANSPOSED_EXPERTS
 from fovea_sampler.engine import weight_loading
 from fovea_sampler.engine.manifest_check import Shape, checkpoint_directory, checkpoint_shapes
 from fovea_sampler.engine.weight_loading import rename_of
@@ -148,8 +149,13 @@ def load_arguments(settings: SamplerSettings) -> dict[str, Any]:
 
 
 def configure(config: Any, settings: SamplerSettings) -> None:
-    """Tells the loader the path of the socket."""
+    """Tells the loader the path of the socket. Raises ValueError for a model that the trainer could not map."""
     if settings.shared_base:
+        if config.model_config.hf_config.model_type in TRANSPOSED_EXPERTS:
+            raise ValueError(
+                "--shared-base does not support Llama 4: vLLM stores its experts as [outputs, inputs], but the trainer "
+                "and the checkpoint as [inputs, outputs]; start both services without --shared-base"
+            )
         config.additional_config[_SOCKET_KEY] = settings.shared_base
 
 

@@ -88,7 +88,8 @@ class ManifestChecker:
         left_out: Checkpoint names of tensors that vLLM does not load; a push may omit them.
         adaptable: vLLM's names of the modules that support LoRA.
         max_rank: The largest rank; 0 if the engine supports no adapters.
-        experts: The sizes of experts, keyed by vLLM's names of the modules that contain them.
+        experts: The sizes of experts, or the reason why they cannot be adapted, keyed by vLLM's names of the modules
+            that contain them.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ManifestChecker:
         left_out: set[str],
         adaptable: set[str],
         max_rank: int,
-        experts: Mapping[str, ExpertSizes] = MappingProxyType({}),
+        experts: Mapping[str, ExpertSizes | str] = MappingProxyType({}),
     ) -> None:
         self._rename = rename
         self._shapes = {rename(name): shape for name, shape in shapes.items() if not name.endswith("inv_freq")}
@@ -189,7 +190,10 @@ class ManifestChecker:
     def _problem_of_half(self, spec: weights_pb2.TensorSpec, module: str, half: str, rank: int) -> str:
         name = self._rename(f"{module}.weight")
         shape = self._shapes.get(name)
-        if sizes := self._sizes_of(module):
+        sizes = self._sizes_of(module)
+        if isinstance(sizes, str):
+            return f"the engine cannot adapt {module}: {sizes}"
+        if sizes:
             expected = _shared_outer(sizes, module[-2:], half, rank)
         elif shape is None:
             return f"the model has no module {module}"
@@ -201,8 +205,8 @@ class ManifestChecker:
             return f"tensor {spec.name} has shape {list(spec.shape)}, must be {expected}"
         return ""
 
-    def _sizes_of(self, module: str) -> ExpertSizes | None:
-        """Returns the sizes of the experts to which a gate, down or up module belongs; None for other modules."""
+    def _sizes_of(self, module: str) -> ExpertSizes | str | None:
+        """Returns the entry of the experts to which a gate, down or up module belongs; None for other modules."""
         name, _, part = self._rename(f"{module}.weight").removesuffix(".weight").rpartition(".")
         return self._experts.get(name) if part in EXPERT_PARTS else None
 

@@ -96,7 +96,8 @@ class PromptMaker:
             features.update({name: tensor.squeeze(0) for name, tensor in features.items() if tensor.ndim >= 4})
         # vLLM's models also need the number of tiles, under one of these names. Hugging Face's processors omit it.
         tile_count = torch.tensor([len(features["pixel_values"])])
-        features.update(num_patches=tile_count, image_num_patches=tile_count)
+        features.update(num_patches=tile_count, image_num_patches=tile_count, patches_per_image=tile_count)
+        features["aspect_ratios"] = torch.tensor([[1, 1]])  # vLLM's Llama 4 requires the entry and does not use it
         if self._image_token_id is not None:
             features["image_token_id"] = torch.tensor(self._image_token_id)
         fields = self._processor._get_mm_fields_config(features, {})

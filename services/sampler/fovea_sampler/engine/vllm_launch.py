@@ -197,7 +197,7 @@ def _linear_widths(shapes: Mapping[str, Shape]) -> int:
     experts = {name: shape for name, shape in shapes.items() if ".experts." in name and len(shape) >= 2}
     widths = sum(sum(shape) for name, shape in matrices.items() if name not in embeddings | set(experts))
     head = next((matrices[name] for name in embeddings if name.endswith("embed_tokens.weight")), (0, 0))
-    if "lm_head.weight" not in matrices:
+    if not any(name.endswith("lm_head.weight") for name in matrices):
         widths += sum(head)
     if experts:
         outer = head[1]
@@ -226,6 +226,12 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
         config = AsyncEngineArgs(**arguments).create_engine_config()
     except ValidationError as error:
         raise ValueError(f"vLLM refused the configuration: {engine_arguments.in_one_line(error)}") from None
+    chunk_size, block_size = config.model_config.attention_chunk_size, config.cache_config.block_size
+    if chunk_size and chunk_size % block_size:
+        raise ValueError(
+            f"--block-size is {block_size}, which does not divide the model's attention_chunk_size {chunk_size}: vLLM "
+            "attends to whole blocks"
+        )
     if runs_on_cpu(settings):
         vllm_patches.image_attention_cpu.configure(config)
     if capacity.batched:
@@ -386,5 +392,8 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def check_model(model: str) -> None:
-    """Raises ValueError for a vision model of an unknown family, which cannot be served."""
-    vision.choose(read_config(model))
+    """Raises ValueError for a vision model of an unknown family, and for a variant that vLLM computes differently."""
+    config = read_config(model)
+    vision.choose(config)
+    if config.get("model_type") in model_files.TRANSPOSED_EXPERTS:  # Llama 4
+        model_files.check_variant(config)

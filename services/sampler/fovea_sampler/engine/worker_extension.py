@@ -87,7 +87,7 @@ class WorkerExtension:
         model, shapes = self.model_runner.get_model(), checkpoint_shapes(Path(checkpoint))
         rename, left_out = rename_of(model), _left_out(model, shapes)
         adaptable: dict[str, torch.nn.Module] = {}
-        sizes: dict[str, ExpertSizes] = {}
+        sizes: dict[str, ExpertSizes | str] = {}
         max_rank = 0
         if self.model_runner.lora_config is not None:
             manager = self.model_runner.lora_manager
@@ -190,11 +190,11 @@ def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:
     return adaptable
 
 
-def _expert_sizes(manager: Any) -> dict[str, ExpertSizes]:
-    """Returns the sizes of the experts that support LoRA, by vLLM name, summed over all workers."""
+def _expert_sizes(manager: Any) -> dict[str, ExpertSizes | str]:
+    """Returns the sizes of experts, summed over all workers, or why they do not support LoRA, by vLLM name."""
     from vllm.lora.layers import FusedMoEWithLoRA
 
-    found: dict[str, ExpertSizes] = {}
+    found: dict[str, ExpertSizes | str] = {**vllm_patches.model_classes.unadapted_experts(manager.model)}
     for name, module in manager.modules.items():
         if isinstance(module, FusedMoEWithLoRA):
             config = module.moe_config

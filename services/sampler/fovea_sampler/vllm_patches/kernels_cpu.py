@@ -1,8 +1,9 @@
-"""Kernels on a CPU: fused RMS norms, rotary embeddings of [T, heads, D], delta nets, and tied unembeddings.
+"""Kernels on a CPU: RMS norms, rotary embeddings of [T, heads, D], delta nets, tied unembeddings, strided products.
 
-Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`, `RotaryEmbedding.forward_cpu` and, except for
-    bfloat16, `vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core`; adds an implementation
-    to `vllm.ir.ops.rms_norm` and `vllm.ir.ops.fused_add_rms_norm`. Completes
+Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`, `RotaryEmbedding.forward_cpu`,
+    `vllm._custom_ops.onednn_mm` and, except for bfloat16,
+    `vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core`; adds an implementation to
+    `vllm.ir.ops.rms_norm` and `vllm.ir.ops.fused_add_rms_norm`. Completes
     `vllm.model_executor.model_loader.reload.finalize_layerwise_reload`.
 Why: vLLM's CPU build contains fused RMS norms but registers them only for GPUs, and uses the formula in torch, which
     makes seven passes over the data instead of one. The patch registers the fused kernels.
@@ -14,11 +15,13 @@ Why: vLLM's CPU build contains fused RMS norms but registers them only for GPUs,
     An unembedding that shares the embedding's weight multiplies by a packed copy of that weight (`cpu_linear`). After
     a reload, vLLM packs only modules that loaded a weight, and only the embedding loads the shared one. `lm_head` kept
     the old copy, with an error of 1.3 nat. The patch packs all embeddings after each load.
+    oneDNN's products refuse inputs that are not contiguous, such as the patches of Llama 4's tower, and the engine
+    dies. The patch copies them.
 Upstream: none filed; vllm-project/vllm pull request 33825 made these operations; RFC 48312, on weight reloading for
     RL, has tensors derived from weights as its second point.
 Delete when: vLLM has a CPU implementation of norms other than "native" and the CPU platform prefers it, the rotary
-    kernel returns the same for both shapes, `chunk_gated_delta_rule_cpu` accepts float32, and a reload of a tied
-    embedding leaves a `cpu_linear` of the new weight.
+    kernel returns the same for both shapes, `chunk_gated_delta_rule_cpu` accepts float32, a reload of a tied
+    embedding leaves a `cpu_linear` of the new weight, and `onednn_mm` takes strided inputs.
 
 Shapes: N sequences, L new tokens of each, K taps of a convolution, D channels, H heads.
 """
@@ -32,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from vllm import _custom_ops as ops
 from vllm import ir
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.forward_context import get_forward_context
@@ -51,6 +55,7 @@ _delta_net_in_bfloat16: Any = gdn_attention.cpu_gdn_attention_core
 def apply() -> None:
     """Registers the kernels with vLLM's dispatch and makes it prefer them. It may be called twice."""
     _flatten_heads()
+    _copy_strided()
     gdn_attention.cpu_gdn_attention_core = _delta_net
     platform: Any = type(current_platform)
     platform.get_default_ir_op_priority = classmethod(lambda _, config: _priority())
@@ -80,6 +85,12 @@ def _flatten_heads() -> None:
         return flat_query.view(query.shape), key if key is None else flat_key.view(key.shape)
 
     RotaryEmbedding.forward_cpu = forward_cpu
+
+
+def _copy_strided() -> None:
+    multiply: Any = ops.onednn_mm
+    if multiply.__module__ != __name__:
+        ops.onednn_mm = lambda handler, x, bias: multiply(handler, x.contiguous(), bias)
 
 
 def _priority() -> Any:

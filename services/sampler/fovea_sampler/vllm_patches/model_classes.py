@@ -2,16 +2,17 @@
 
 With the patch, adapters may change every `lm_head`, the gates of shared experts, and the tower of Qwen3-VL with
 experts, and names in checkpoints map to parameters that vLLM would otherwise not find. Qwen3-Omni treats images as
-Qwen3-VL does.
+Qwen3-VL does. Llama 4 keeps the order of channels, and the temperature of its attention, that its checkpoint has.
 
 Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there,
     `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
     `Qwen3VLMoeForConditionalGeneration`, and `can_replace_layer` of `vllm.lora.layers.FusedMoEWithLoRA`.
     For names: `hf_to_vllm_mapper` of the classes in `TOWERS`, of `Lfm2VLForConditionalGeneration` and of
-    `MixtralForCausalLM`, adds `named_parameters` to `PixtralHFVisionModel` and `DeepseekV2Model`, and keeps
+    `MixtralForCausalLM`, adds `named_parameters` to the classes in `_LOOKING_UP`, and keeps
     `lora_base_layer_prefix` of `RoutedExperts` empty.
     For images: `__init__`, `get_mrope_input_positions` and `supports_mm_device_do_normalize` of
     `Qwen3OmniMoeThinkerForConditionalGeneration`.
+    For Llama 4: `__init__` and `permute_qk_weight_for_rotary` of `Llama4ForCausalLM`, and `get_rope` in its module.
 Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding only if the model's class lists it in
     `embedding_modules`. Qwen3 lists `lm_head`; Qwen2, and with it Qwen2.5-VL, does not, although its layers are the
     same. The patch adds `lm_head` to the supported modules of every model.
@@ -25,12 +26,14 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     Qwen3-VL's classes declare the packed `qkv` of the vision tower, but the class for models with experts does not.
     The patch adds the declaration.
     If the kernel of a model's experts does not support adapters, the engine dies at its start. With the patch such
-    experts stay unadapted, and a manifest with adapters for them is refused with the name of the module.
+    experts stay unadapted, and a manifest with adapters for them is refused with the name of the module. The same
+    holds on a GPU for Llama 4's experts, with inputs that the router's weight multiplies. vLLM's kernels give gate and
+    up adapters inputs without that weight, and multiply the down adapter by it; `experts_cpu` does neither.
     transformers 5 removed the level `vision_model` from SigLIP and CLIP and saves checkpoints without it. vLLM's towers
     have the level and refuse such checkpoints. The patch inserts it; checkpoints on the hub have it and load as before.
     Pixtral's tower looks up a checkpoint's names among its own parameters. Once LoRA wraps its layers, as in LLaVA, the
     parameters have other names and no later weights load. (Other towers look up layer by layer.) The patch reports the
-    parameters under their names without LoRA. DeepSeek-V3's language model does the same and gets the same patch.
+    parameters under their names without LoRA. DeepSeek-V3's and Llama 4's do the same and get the same patch.
     Once LoRA wraps experts, vLLM expects names with `base_layer` in a checkpoint and silently ignores the others, so a
     push left experts unchanged. The patch keeps the expected names as they are without LoRA.
     LFM2's short convolutions are called `conv` in checkpoints and `short_conv` in vLLM. LFM2-VL's mapper lacks that
@@ -41,15 +44,21 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     Qwen3-Omni's tower expects normalised pixels and would use bytes as such. The patch normalises them, as Qwen3-VL
     does. Its positions assume a token after each image, without which the engine dies; the patch computes Qwen3-VL's,
     which are equal otherwise.
+    Llama 4's loader changes the order of the outputs of queries and keys, so that its rotary embedding turns halves
+    instead of neighbours. It does not do so for adapters, which then change other channels (an error of 1.3 nat). The
+    patch keeps the order and turns neighbours. vLLM tunes the temperature of attention only with contexts above 32,768
+    tokens, whatever config.json says; the patch does what it says.
 Upstream: vllm-project/vllm issue 21500, closed without a change; none known for the others.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
     `create_lora_weights` takes any vocabulary, `get_supported_lora_modules` has `expert_gate` of Qwen3.5 with experts,
-    `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping, and `can_replace_layer` asks the kernel;
+    `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping, and `can_replace_layer` asks the kernel,
+    which computes adapters of experts with weighted inputs;
     and vLLM maps `vision_tower.embeddings` of each class to a parameter that its model has, `PixtralHFVisionModel`
     loads weights with `AutoWeightsLoader`, `RoutedExperts.get_expert_mapping` also maps checkpoint names when LoRA
     wraps the experts, LFM2-VL's mapper has the entries of LFM2's, and Mixtral's maps `.mlp.`; and Qwen3-Omni's class
-    supports `mm_device_do_normalize`, and prompts that end with an image.
+    supports `mm_device_do_normalize`, and prompts that end with an image; and Llama 4's class changes the order of
+    adapters too, and reads `attn_temperature_tuning` from config.json.
 """
 
 import re
@@ -64,17 +73,20 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models import llama4
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 from vllm.model_executor.models.mixtral import MixtralForCausalLM
+from vllm.model_executor.models.mllama4 import Llama4ForConditionalGeneration
 from vllm.model_executor.models.pixtral import PixtralHFVisionModel
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms import current_platform
 
 _NAME = "lm_head"
 _MOST_TOKENS = 258_048
@@ -87,6 +99,12 @@ TOWERS: tuple[Any, ...] = (
     LlavaOnevisionForConditionalGeneration,
 )
 """vLLM's classes with a SigLIP or CLIP tower."""
+
+_LOOKING_UP: tuple[Any, ...] = (
+    *(PixtralHFVisionModel, DeepseekV2Model),
+    *(llama4.Llama4Model, Llama4ForConditionalGeneration),
+)
+"""vLLM's classes that look up names of checkpoints among all their parameters."""
 
 _LEVEL = WeightsMapper(
     orig_to_new_regex={re.compile(r"^(model\.)?vision_tower\.(?!vision_model\.)"): "vision_tower.vision_model."}
@@ -107,6 +125,8 @@ def apply() -> None:
     _extend_adapted_modules()
     if not Qwen3OmniMoeThinkerForConditionalGeneration.supports_mm_device_do_normalize:
         _complete_omni(Qwen3OmniMoeThinkerForConditionalGeneration)
+    if llama4.get_rope.__module__ != __name__:
+        _follow_llama4(llama4.Llama4ForCausalLM)
 
 
 def _complete_omni(model: Any) -> None:
@@ -124,8 +144,25 @@ def _complete_omni(model: Any) -> None:
     model.supports_mm_device_do_normalize = True
 
 
+def _follow_llama4(model: Any) -> None:
+    build, get_rope = model.__init__, llama4.get_rope
+
+    def turn_neighbours(*arguments: Any, **options: Any) -> Any:
+        return get_rope(*arguments, **options | {"is_neox_style": False})
+
+    def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        config = vllm_config.model_config
+        tuning = {"attn_temperature_tuning": config.hf_config.attn_temperature_tuning}
+        config.override_generation_config = config.override_generation_config | tuning
+        build(self, vllm_config=vllm_config, prefix=prefix)
+
+    llama4.get_rope, model.__init__ = turn_neighbours, init
+    model.permute_qk_weight_for_rotary = lambda _, name, weight: (name, weight)
+
+
 def _correct_names() -> None:
-    PixtralHFVisionModel.named_parameters = DeepseekV2Model.named_parameters = _named_parameters
+    for owner in _LOOKING_UP:
+        owner.named_parameters = _named_parameters
     RoutedExperts.lora_base_layer_prefix = property(lambda _: "", lambda _, prefix: None)
     missing = [(model, _LEVEL) for model in TOWERS]
     missing += [(Lfm2VLForConditionalGeneration, _CONVOLUTION), (MixtralForCausalLM, _MIXTURE)]
@@ -162,17 +199,34 @@ def _extend_adapted_modules() -> None:
 
 
 def _ask_kernels(wrapper: Any) -> None:
-    """Makes vLLM's LoRA class for experts skip layers with a kernel that does not support adapters."""
+    """Makes vLLM's LoRA class for experts skip layers that cannot be adapted."""
     fits = wrapper.can_replace_layer
 
     def can_replace_layer(source_layer: Any, **how: Any) -> bool:
-        if isinstance(source_layer, MoERunner):
-            method = source_layer._quant_method
-            if method.is_monolithic or method.moe_kernel is None or not method.moe_kernel.supports_lora():
-                return False
+        if isinstance(source_layer, MoERunner) and _problem_of(source_layer):
+            return False
         return bool(fits(source_layer=source_layer, **how))
 
     wrapper.can_replace_layer = can_replace_layer
+
+
+def unadapted_experts(model: torch.nn.Module) -> dict[str, str]:
+    """Returns the reason why experts cannot be adapted, keyed by their names, for those that cannot."""
+    runners = ((name, module) for name, module in model.named_modules() if isinstance(module, MoERunner))
+    return {name: problem for name, runner in runners if (problem := _problem_of(runner))}
+
+
+def _problem_of(runner: Any) -> str:
+    """Returns the reason why the experts of a layer cannot be adapted, or an empty string."""
+    method = runner._quant_method
+    if method.is_monolithic or method.moe_kernel is None or not method.moe_kernel.supports_lora():
+        return "vLLM's kernel for them does not support adapters"
+    if runner.routed_experts.apply_router_weight_on_input and not current_platform.is_cpu():
+        return (
+            "the router's weight multiplies their inputs, and on a GPU vLLM has no adapters for such experts: it gives "
+            "the gate and up adapters inputs without the weight, and multiplies the down adapter by it"
+        )
+    return ""
 
 
 def _make_room(make_room: Any, layer: Any, max_loras: int, *arguments: Any) -> None:

@@ -1,7 +1,8 @@
 """Attention masks for packed documents.
 
 A token sees itself and the earlier tokens of its document, within a window if the layer has one. In some families the
-tokens of an image also see all of that image. In each case the visible tokens form one range.
+tokens of an image also see all of that image. In Llama 4, most layers cut documents into chunks. In each case the
+visible tokens form one range.
 
 Shapes: T tokens of all documents, N documents of one length L, B blocks of tokens, R tokens of a block.
 """
@@ -11,11 +12,13 @@ Shapes: T tokens of all documents, N documents of one length L, B blocks of toke
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 _MASK_BLOCK = 128
 """Edge length of a mask block in tokens. Flex attention skips blocks that are fully masked, and applies no mask in
@@ -78,6 +81,50 @@ def group_by_length(bounds: tuple[int, ...]) -> Grouping:
     return Grouping(tuple(groups), None if in_order else torch.argsort(permutation))
 
 
+@dataclass(frozen=True)
+class DocumentRule:
+    """The attention of a layer of Llama 4, as far as it depends on the positions of tokens in their document.
+
+    Args:
+        chunk_size: Tokens see only those of their own chunk of so many tokens; None for no chunks.
+        floor_scale: Number of tokens after which the scores of a query grow; None if they never do.
+        scale: Strength of that growth (Nakanishi, 2025).
+    """
+
+    chunk_size: int | None
+    floor_scale: int | None
+    scale: float
+
+    def applied(self, query: Tensor, packing: "Packing", longest: int) -> tuple[Tensor, "Packing", int]:
+        """Returns the arguments of plain attention that has the same result.
+
+        Args:
+            query: [1, H, T, D].
+            packing: The documents.
+            longest: Length of the longest document.
+
+        Returns:
+            The queries, multiplied as the positions of their tokens demand; the chunks; and the longest one's length.
+        """
+        if self.floor_scale is not None:
+            steps_T = torch.floor((packing.places.float() + 1.0) / self.floor_scale)
+            query = (query * (torch.log1p(steps_T) * self.scale + 1.0)[:, None]).to(query.dtype)
+        if self.chunk_size is None:
+            return query, packing, longest
+        return query, packing.chunks(self.chunk_size), min(longest, self.chunk_size)
+
+
+def use_document_rules(decoder: nn.Module) -> None:
+    """Gives the layers of Llama 4 their rules. Its modules would count positions from the start of a micro-batch."""
+    for part in filter(lambda part: isinstance(part, Llama4TextAttention), decoder.modules()):
+        attention: Any = part
+        is_tuned = attention.attn_temperature_tuning and not attention.use_rope
+        chunk_size = attention.config.attention_chunk_size if attention.use_rope else None
+        floor_scale = attention.floor_scale if is_tuned else None
+        attention.document_rule = DocumentRule(chunk_size, floor_scale, attention.attn_scale)
+        attention.attn_temperature_tuning = False
+
+
 class Packing:
     """The documents of one micro-batch, and its images if their tokens see each other. All layers share the masks.
 
@@ -97,6 +144,7 @@ class Packing:
         self.blocks_T = blocks_T
         self._only_windows = only_windows
         self._seen: dict[tuple[bool, int | None], tuple[Tensor, Tensor]] = {}
+        self._chunked: dict[int, Packing] = {}
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
         self._block_masks: dict[tuple[bool, int | None], BlockMask] = {}
 
@@ -104,6 +152,25 @@ class Packing:
     def grouping(self) -> Grouping:
         """The documents grouped by length. Reading the bounds makes the host wait for the GPU."""
         return group_by_length(tuple(self.bounds.tolist()))
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The position of each token in its document, int64 [T]."""
+        return torch.arange(self.token_count, device=self.bounds.device) - self._bounds_of(True, None)[0]
+
+    def chunks(self, size: int) -> "Packing":
+        """Returns these documents, each cut at every multiple of `size` of its own tokens.
+
+        The bounds have as many entries as there may be chunks, so that the host need not wait for the GPU. The last
+        ones may be empty documents.
+        """
+        if size not in self._chunked:
+            index_T = torch.arange(self.token_count, device=self.bounds.device)
+            starts_T = torch.where(self.places % size == 0, index_T, self.token_count).sort().values
+            most = len(self.bounds) - 1 + self.token_count // size
+            bounds = functional.pad(starts_T[:most], (0, 1), value=self.token_count)
+            self._chunked[size] = Packing(bounds.to(self.bounds.dtype), self.token_count)
+        return self._chunked[size]
 
     def has_blocks(self, window: int | None) -> bool:
         """Returns True if blocks apply in layers with this window."""
@@ -170,6 +237,12 @@ class Packing:
         if window is not None:
             first_T = torch.maximum(first_T, index_T - window + 1)
         return first_T, last_T
+
+
+def contiguous_runs(index_M: Tensor, token_count: int) -> Tensor:
+    """Numbers the contiguous runs of ascending positions. Returns int64 [T], with -1 for positions outside of runs."""
+    gaps = torch.diff(index_M, prepend=index_M[:1]) > 1
+    return torch.full((token_count,), -1, device=index_M.device).index_copy(0, index_M, gaps.cumsum(0))
 
 
 def _block_mask(first_T: Tensor, last_T: Tensor) -> BlockMask:

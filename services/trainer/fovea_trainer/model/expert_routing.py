@@ -318,6 +318,8 @@ def expert_shape(model: Any) -> ExpertShape | None:
 
 def has_experts(text: PretrainedConfig, index: int) -> bool:
     """Returns True if a layer of a language model with experts has them in place of a dense MLP."""
+    if (routed := getattr(text, "moe_layers", None)) is not None:
+        return index in routed
     is_dense = index in (getattr(text, "mlp_only_layers", None) or ())
     every = getattr(text, "decoder_sparse_step", None) or 1
     first = getattr(text, "first_k_dense_replace", None) or 0
@@ -342,9 +344,12 @@ def replay_routing(decoder: Any) -> None:
     """Makes a decoder's layers with experts follow `ROUTED_EXPERTS`. Call it once, after all other changes to layers.
 
     The experts are an argument of each layer. A layer that recomputes its activations in the backward pass therefore
-    uses the same experts again.
+    uses the same experts again. Dense layers among them drop the argument.
     """
-    for index, (layer, experts) in enumerate(_routed_layers(decoder)):
+    routed = list(_routed_layers(decoder))
+    for layer in set(decoder.layers) - {layer for layer, _ in routed} if routed else ():
+        layer.forward = partial(_unrouted, layer.forward)
+    for index, (layer, experts) in enumerate(routed):
         layer.forward = partial(_replayed, layer.forward, index, experts.num_experts)
 
 
@@ -364,6 +369,12 @@ def _replayed(
     given = nullcontext() if routed_experts is None else _GivenRouting(routed_experts[:, index], expert_count)
     with given:
         return forward(*arguments, **options)
+
+
+def _unrouted(
+    forward: Callable[..., Any], *arguments: Any, routed_experts: Tensor | None = None, **options: Any
+) -> Any:
+    return forward(*arguments, **options)
 
 
 class _GivenRouting(TorchFunctionMode):

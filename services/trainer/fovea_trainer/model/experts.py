@@ -13,6 +13,7 @@ intermediate size of an expert, G = 2 I, R LoRA rank; for a generic product N in
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.activations import SiLUActivation
+from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from fovea_trainer.model.expert_routing import (
     Exchange,
@@ -197,6 +200,51 @@ def gated(
 def use_experts(decoder: Any) -> None:
     """Makes a language model compute its experts with `experts_forward`."""
     decoder.config._experts_implementation = EXPERTS_IMPLEMENTATION
+    for module in list(decoder.modules()):
+        if isinstance(module, Llama4TextMoe):
+            module.experts = InputWeightedExperts(module.experts)
+            module.forward = MethodType(_llama4_mixture, module)
+
+
+class InputWeightedExperts(nn.Module):
+    """A layer's experts of Llama 4, where the router's weight multiplies the input of an expert, before its gate.
+
+    transformers computes every expert for every token, with matrices in the layout `TRANSPOSED`. This module has the
+    usual layout, and computes each copy as a token with a single expert and the weight 1.
+
+    Args:
+        whole: transformers' module.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn, self._is_expert_parallel = whole.num_experts, whole.act_fn, False
+        self.gate_up_proj = nn.Parameter(whole.gate_up_proj.mT.contiguous())
+        self.down_proj = nn.Parameter(whole.down_proj.mT.contiguous())
+
+    def forward(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Returns the sum over each token's experts, [T, D]; arguments are those of `experts_forward`."""
+        copies_SD = (hidden_TD.unsqueeze(1) * weight_TK.unsqueeze(-1)).flatten(0, 1)
+        ones_S1 = torch.ones_like(weight_TK).view(-1, 1)
+        found_SD = experts_forward(self, copies_SD, index_TK.reshape(-1, 1), ones_S1)
+        return found_SD.view(*index_TK.shape, -1).sum(1)
+
+
+def _llama4_mixture(mixture: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces the forward of `Llama4TextMoe`: returns the output [T, D] and the router's logits [T, E]."""
+    hidden_TD = hidden.flatten(0, -2)
+    logits_TE = functional.linear(hidden_TD, mixture.router.weight)
+    logits_TK, index_TK = torch.topk(logits_TE, mixture.top_k, dim=-1)
+    weight_TK = torch.sigmoid(logits_TK.float()).to(hidden.dtype)
+    return mixture.shared_expert(hidden_TD) + mixture.experts(hidden_TD, index_TK, weight_TK), logits_TE
+
+
+def transposed_experts(model: nn.Module) -> list[WeightConverter]:
+    """Returns the conversions of a model's experts on loading that transformers does not know."""
+    if not any(isinstance(module, InputWeightedExperts) for module in model.modules()):
+        return []
+    names = [f"feed_forward.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    return [WeightConverter(name, name, [Transpose(1, 2)]) for name in names]
 
 
 def _product(

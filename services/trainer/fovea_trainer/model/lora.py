@@ -22,7 +22,7 @@ from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
 from fovea_trainer.model.expert_routing import EXPERTS, gather_from_experts
 from fovea_trainer.model.experts import ExpertAdapter, ExpertMasters, Factor
-from fovea_trainer.model.lora_linear import LoraPair, StackedPair, Trained, shared_products
+from fovea_trainer.model.lora_linear import UNEMBEDDING, LoraPair, StackedPair, Trained, shared_products
 from fovea_trainer.model.model_family import LoraTarget, Role
 from fovea_trainer.model.optimizer import LARGEST_WEIGHT
 
@@ -30,7 +30,6 @@ PEFT_PREFIX = "base_model.model."
 DEFAULT_ALPHA = 32.0
 _LARGEST_SCALE = 1024.0
 """The largest alpha / rank. At this scale factors may still be as large as 64."""
-UNEMBEDDING = "lm_head"
 _T = TypeVar("_T")
 
 

@@ -8,13 +8,16 @@ Shapes: T rows of input, R rank, V vocabulary, D hidden size, K adapters, P rows
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+UNEMBEDDING = "lm_head"
+"""The last name of the unembedding's path, which is longer in some models."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ class LoraPair:
     def part(self, rows: slice | Tensor) -> "LoraPair":
         """Returns the pair that applies to these rows."""
         return self
+
+
+def unembedding_of(pairs: Mapping[str, LoraPair]) -> LoraPair | None:
+    """Returns the pair of the unembedding among pairs by path, or None if it is not adapted."""
+    return next((pair for name, pair in pairs.items() if name.rpartition(".")[2] == UNEMBEDDING), None)
 
 
 @dataclass(frozen=True)

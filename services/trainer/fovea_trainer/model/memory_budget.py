@@ -166,11 +166,8 @@ def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     delta_nets, experts = kinds.count("linear_attention"), mixture_sizes(text.to_dict())
     retained_bytes = delta_nets * linear_attention.retained_bytes(text, dtype) if delta_nets else 0
-    return (
-        copies_bytes(text, dtype)
-        + retained_bytes
-        + sum(_retained_bytes(text, index, kind, dtype, experts) for index, kind in enumerate(kinds))
-    )
+    layers_bytes = sum(_retained_bytes(text, index, kind, dtype, experts) for index, kind in enumerate(kinds))
+    return copies_bytes(text, dtype) + retained_bytes + layers_bytes
 
 
 def _retained_bytes(
@@ -180,12 +177,14 @@ def _retained_bytes(
     layer = text.per_layer_config[index]  # in Gemma 4 layers differ in head size
     head_size = getattr(text, "qk_head_dim", None) or getattr(layer, "head_dim", None)  # latent heads are wider
     head_size = head_size or text.hidden_size // text.num_attention_heads
-    heads = text.num_attention_heads + layer.num_key_value_heads
     first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
     is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
     is_routed = experts is not None and has_experts(text, index)  # Gemma 4's experts have norms of their own
-    inner_size = routed_size(experts) if experts and is_routed else text.intermediate_size * (2 if is_wide else 1)
+    # Read it only for a dense layer: Qwen3.5's mixture has no dense size.
+    dense_name = "intermediate_size_mlp" if hasattr(text, "intermediate_size_mlp") else "intermediate_size"
+    inner_size = routed_size(experts) if experts and is_routed else getattr(text, dense_name) * (2 if is_wide else 1)
     inner_size += 2 * getattr(text, "hidden_size_per_layer_input", 0)
+    heads = text.num_attention_heads + layer.num_key_value_heads
     attention_size = 0 if kind == "linear_attention" else head_size * heads
     norm_size = (8 if is_routed else 4) * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
     retained_size = 6 * text.hidden_size + 3 * inner_size + 4 * attention_size

@@ -8,6 +8,7 @@ Shapes: T packed tokens, P patches of all images, W bytes per patch, M embedding
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import MethodType
@@ -18,15 +19,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 
 from fovea.runtime.model_files import LLAMA_LIKE, STATE_LAYERS, check_variant, read_image_processor
 from fovea_trainer.batches.micro_batch import Documents
 from fovea_trainer.batches.vision_cache import VisionOutput
 from fovea_trainer.model import linear_attention
-from fovea_trainer.model.document_masks import Packing
+from fovea_trainer.model.document_masks import Packing, contiguous_runs, use_document_rules
 from fovea_trainer.model.expert_routing import ROUTED_EXPERTS, is_experts, replay_routing
 from fovea_trainer.model.experts import factor_shapes, use_experts
-from fovea_trainer.model.fused_layers import fuse_language, fuse_qwen_tower
+from fovea_trainer.model.fused_layers import add_level, fuse_language, fuse_qwen_tower
 from fovea_trainer.model.lora_linear import embedding
 from fovea_trainer.model.packed_attention import MAX_FLASH_CHANNELS, PACKED_ATTENTION
 
@@ -146,6 +148,8 @@ class Family:
             model: Any = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
         if self.part:
             model.audio_tower, model._keys_to_ignore_on_load_unexpected = None, {"."}  # other parts stay in the files
+        for language in filter(lambda part: isinstance(part, Llama4ForCausalLM), model.modules()):
+            language.get_decoder = partial(getattr, language, "model")  # transformers' method returns the whole
         _pack_attention(model)
         if model.get_output_embeddings().bias is not None:
             raise ValueError(f"{config.model_type} has an unembedding with a bias, which is not supported")
@@ -153,7 +157,7 @@ class Family:
             raise ValueError(f"dropout is not supported: {config.model_type} has dropout in {dropouts[0]}")
         decoder = model.get_decoder()
         if hasattr(decoder, "_deepstack_process"):
-            decoder._deepstack_process = MethodType(_add_level, decoder)
+            decoder._deepstack_process = MethodType(add_level, decoder)
         linear_attention.pack(decoder)
         use_experts(decoder)
         if config.get_text_config().model_type in LLAMA_LIKE:
@@ -232,7 +236,7 @@ class Family:
             model: The model.
             tensors: Inputs of one or several images, without token ids. Keys are the processor's names.
         """
-        core = model if self.part else model.model
+        core = model if self.part else getattr(model, "model", model)
         if hasattr(core, "visual"):
             # `get_image_features` splits its output into images, which makes the host wait for the GPU.
             output = core.visual(tensors["pixel_values"], grid_thw=tensors["image_grid_thw"], return_dict=True)
@@ -240,6 +244,8 @@ class Family:
         taken = signature(core.get_image_features).parameters
         output = core.get_image_features(**{name: tensors[name] for name in tensors if name in taken}, return_dict=True)
         found = output.pooler_output
+        if found is None:  # Llama 4 projects them elsewhere
+            found = core.multi_modal_projector(output.last_hidden_state)
         images = [found] if isinstance(found, Tensor) else found
         return VisionOutput(torch.cat([image.reshape(-1, image.shape[-1]) for image in images]), ())
 
@@ -271,10 +277,10 @@ class Family:
         layer_types = getattr(text, "layer_types", None) or ()
         if vision is not None and vision.deepstack and image_index_M is not None:
             more = {"visual_pos_masks": image_index_M, "deepstack_visual_embeds": list(vision.deepstack)}
-        if "sliding_attention" in layer_types:
+        if {"sliding_attention", "chunked_attention"} & set(layer_types):
             only_windows = getattr(text, "use_bidirectional_attention", None) == "vision"
             whole = image_index_M is not None and (self.sees_images_whole or only_windows)
-            blocks_T = _runs(image_index_M, count) if image_index_M is not None and whole else None
+            blocks_T = contiguous_runs(image_index_M, count) if image_index_M is not None and whole else None
             all_count = count if documents.share is None else count * documents.share.size
             more["packing"] = Packing(documents.bounds, all_count, blocks_T, only_windows)
         if getattr(text, "hidden_size_per_layer_input", 0):
@@ -303,12 +309,6 @@ class Family:
         return hidden_1TD.squeeze(0)
 
 
-def _runs(index_M: Tensor, token_count: int) -> Tensor:
-    """Numbers the contiguous runs of ascending positions. Returns int64 [T], with -1 for positions outside of runs."""
-    gaps = torch.diff(index_M, prepend=index_M[:1]) > 1
-    return torch.full((token_count,), -1, device=index_M.device).index_copy(0, index_M, gaps.cumsum(0))
-
-
 def _pack_attention(model: Any) -> None:
     """Installs packed attention in the language model and in towers that concatenate images.
 
@@ -316,6 +316,7 @@ def _pack_attention(model: Any) -> None:
     """
     decoder = model.get_decoder()
     decoder.config._attn_implementation = PACKED_ATTENTION
+    use_document_rules(decoder)
     for part in model.modules():
         is_tower = isinstance(part, PreTrainedModel) and decoder not in part.modules()
         if is_tower and any("cu_seqlens" in signature(module.forward).parameters for module in part.modules()):
@@ -325,14 +326,6 @@ def _pack_attention(model: Any) -> None:
 def _name_of(model: PreTrainedModel, part: nn.Module) -> str:
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     return names[part]
-
-
-def _add_level(_: Any, hidden_1TD: Tensor, image_index_M: Tensor, level_MD: Tensor) -> Tensor:
-    """Adds one level of deepstack features at the image positions.
-
-    The module's own method uses a mask, which makes the host wait for the GPU six times per pass.
-    """
-    return hidden_1TD.index_add(1, image_index_M, level_MD.to(hidden_1TD.dtype).unsqueeze(0))
 
 
 LANGUAGE_ROLES = {
@@ -362,10 +355,14 @@ _QWEN3_ROLES = {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}
 _GLM_ROLES = {"proj": Role.ATTENTION, "down_proj": Role.MLP}
 """The other modules of the tower are omitted: vLLM fuses them differently or does not have them."""
 
+_LLAMA4_ROLES = {
+    **{f"{name}_proj": Role.ATTENTION for name in "qkvo"},
+    **dict.fromkeys(("fc1", "fc2", "linear_1"), Role.MLP),
+}  # without the patch embedding, for which vLLM maps rows to adapters as if the class token were already there
 _PLAIN = (
     *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
     *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "llama", "mistral", "mixtral"),
-    *("gemma3_text", "glm4_moe", "deepseek_v3"),
+    *("gemma3_text", "glm4_moe", "deepseek_v3", "llama4_text"),
 )
 """Values of `model_type` for which the general rules give everything."""
 
@@ -381,6 +378,7 @@ FAMILIES = {
         Family("gemma3", sees_images_whole=True),
         Family("glm4v", tower_roles=_GLM_ROLES),
         Family("glm4v_moe", tower_roles=_GLM_ROLES),
+        Family("llama4", tower_roles=_LLAMA4_ROLES),
         Family("qwen3_vl_moe", fuse_qwen_tower, _QWEN3_ROLES),
         Family("qwen3_5", tower_roles=_QWEN3_ROLES),
         Family("qwen3_5_moe", tower_roles=_QWEN3_ROLES),

@@ -16,7 +16,7 @@ Shapes: T tokens of all documents, H heads, D head size, N documents of one leng
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -33,7 +33,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from fovea_trainer.batches.datum_groups import Share
-from fovea_trainer.model.document_masks import Packing, select
+from fovea_trainer.model.document_masks import DocumentRule, Packing, select
 
 logger = logging.getLogger(__name__)
 
@@ -147,22 +147,33 @@ def packed_attention(
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("packed attention needs cu_seq_lens_q and max_length_q")
+    _check_arguments(module, attention_mask, dropout, others)
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if sliding_window is not None and not causal:
+        raise ValueError(f"packed attention supports only causal windows; {type(module).__name__} has another kind")
+    scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
+    rule: DocumentRule | None = getattr(module, "document_rule", None)
+    if share is not None and (s_aux is not None or rule is not None):
+        raise ValueError(f"ranks cannot share a datum of {type(module).__name__}, which has sinks or chunks")
+    if rule is not None:
+        packing = packing or Packing(cu_seq_lens_q, query.shape[2])
+        query, packing, max_length_q = rule.applied(query, packing, max_length_q)
+        cu_seq_lens_q = packing.bounds
+    if share is None:
+        return _attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing), None
+    query, key, value = (share.heads(tensor) for tensor in (query, key, value))
+    return share.tokens(_attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing)), None
+
+
+def _check_arguments(
+    module: nn.Module, attention_mask: Tensor | None, dropout: float, others: Mapping[str, Any]
+) -> None:
     if refused := [name for name in others if name not in HARMLESS]:
         raise ValueError(
             f"packed attention does not support {', '.join(refused)}, which {type(module).__name__} passes"
         )
     if attention_mask is not None or dropout:
         raise ValueError(f"packed attention supports no mask and no dropout, which {type(module).__name__} passes")
-    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    if sliding_window is not None and not causal:
-        raise ValueError(f"packed attention supports only causal windows; {type(module).__name__} has another kind")
-    scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
-    if share is None:
-        return _attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing), None
-    if s_aux is not None:
-        raise ValueError(f"ranks cannot share a datum of {type(module).__name__}, which has sinks")
-    query, key, value = (share.heads(tensor) for tensor in (query, key, value))
-    return share.tokens(_attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing)), None
 
 
 def _attention(

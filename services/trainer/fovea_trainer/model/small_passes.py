@@ -30,8 +30,8 @@ from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import Batch, Documents
 from fovea_trainer.batches.places import MOST_SLOTS, PassTerms, padded_size, power_of_two
 from fovea_trainer.batches.vision_cache import VisionOutput
-from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraWeights
-from fovea_trainer.model.lora_linear import LoraPair
+from fovea_trainer.model.lora import LoraInjector, LoraWeights
+from fovea_trainer.model.lora_linear import LoraPair, unembedding_of
 from fovea_trainer.model.packed_model import PackedModel
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class _Pass:
         documents = Documents(self._bounds, self._size.longest)
         hidden_SD = self._module.run_language(self._embeddings_SD, self._positions, documents, vision, index_S)
         return self._module.logprobs(
-            hidden_SD, self.pairs.get(UNEMBEDDING), self._targets_S1, self._size.temperature, takes_all=True
+            hidden_SD, unembedding_of(self.pairs), self._targets_S1, self._size.temperature, takes_all=True
         )
 
     def _back_propagate(self, logprobs_S1: Tensor) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
-from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
-from fovea_trainer.model.lora_linear import LoraPair
+from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_trainer.model.lora_linear import LoraPair, unembedding_of
 from fovea_trainer.model.model_family import LoraTarget
 from fovea_trainer.model.optimizer import MOMENTS, Adam, AdamW, clip_factor
 from fovea_trainer.model.sharding import ShardedModel, local_of
@@ -184,7 +184,7 @@ class AdapterModel(TrainedModel):
         self.weights = LoraWeights(settings, targets, device, dtype, experts)
         self.optimizer = AdamW([self.weights.flat], settings.largest)
         self.trains_vision = settings.train_vision
-        self.unembedding = self.weights.pairs.get(UNEMBEDDING)
+        self.unembedding = unembedding_of(self.weights.pairs)
         self.trainable_parameter_count = self.weights.whole_size
         self._injector = injector
 

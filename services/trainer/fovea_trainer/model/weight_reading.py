@@ -25,6 +25,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from fovea_trainer.model.expert_routing import is_experts
+from fovea_trainer.model.experts import transposed_experts
 from fovea_weights import by_layer, random_slices
 from fovea_weights.shared_memory import MappedBase
 
@@ -49,7 +50,7 @@ def read_weights(model: Any, model_dir: Path, device: torch.device, base: Mapped
         ValueError: The files do not match the model, or the sampler's base does not match the files.
         OSError: The files cannot be read.
     """
-    conversions = get_model_conversion_mapping(model)
+    conversions = get_model_conversion_mapping(model) + transposed_experts(model)
     dtype = model.config.dtype
     config = LoadStateDictConfig(
         device_map={"": device}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=conversions

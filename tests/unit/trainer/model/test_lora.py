@@ -6,6 +6,7 @@ from torch import nn
 
 from fovea.wire.errors import InvalidInput
 from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_trainer.model.lora_linear import unembedding_of
 from fovea_trainer.model.model_family import LoraTarget, Role
 from fovea_trainer.weights.weight_files import copy_into, peft_files, read_tensors
 
@@ -27,6 +28,16 @@ def _targets() -> list[LoraTarget]:
         LoraTarget("model.visual.merger.0", nn.Linear(6, 6), Role.MLP, True),
         LoraTarget("lm_head", nn.Linear(6, 10, bias=False), Role.UNEMBEDDING, False),
     ]
+
+
+def test_the_unembedding_is_found_by_its_last_name() -> None:
+    """Llama 4's is `language_model.lm_head`."""
+    for name in ("lm_head", "language_model.lm_head"):
+        targets = [*_targets()[:3], LoraTarget(name, nn.Linear(6, 10, bias=False), Role.UNEMBEDDING, False)]
+        weights = LoraWeights(_settings(train_unembedding=True), targets, CPU, torch.float32)
+        assert unembedding_of(weights.pairs) is weights.pairs[name]
+        assert unembedding_of(weights.layout.pairs_on(weights.flat, weights.flat_grad)) is not None
+    assert unembedding_of(LoraWeights(_settings(), _targets(), CPU, torch.float32).pairs) is None
 
 
 def test_tensors_are_views_of_one_buffer_under_peft_names() -> None:

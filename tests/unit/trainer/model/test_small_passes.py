@@ -15,7 +15,8 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import Batch, Documents, Placement
 from fovea_trainer.batches.vision_cache import VisionOutput
-from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
+from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_trainer.model.lora_linear import unembedding_of
 from fovea_trainer.model.model_family import family_of
 from fovea_trainer.model.packed_model import PackedModel
 from fovea_trainer.model.small_passes import SmallPasses, _Size, padded_size
@@ -125,7 +126,7 @@ def _found(device: str, passes: SmallPasses | None, weights: LoraWeights, batch:
     weights.flat_grad.zero_()
     injector.activate(weights)
     if passes is None:
-        logprobs = module(packed, weights.pairs[UNEMBEDDING], dict(cached))
+        logprobs = module(packed, unembedding_of(weights.pairs), dict(cached))
     else:
         logprobs = passes.logprobs(packed, weights, dict(cached), 1.0)
     torch.autograd.backward([(logprobs * _direction(logprobs)).sum()])

@@ -4,6 +4,7 @@ Windows are shorter than the documents, and layers alternate as in the published
 """
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,6 +20,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -29,9 +31,11 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import BatchLayout
+from fovea_trainer.model.expert_routing import expert_shape
 from fovea_trainer.model.experts import ExpertAdapter
 from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
 from fovea_trainer.model.model_family import LoraTarget, Role
@@ -80,6 +84,15 @@ GROUPED: dict[str, Any] = {
     "n_group": 3,
     "topk_group": 2,
 }
+CHUNKS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "attention_chunk_size": 8,
+    "floor_scale": 6,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 6,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
@@ -103,6 +116,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10},
     ),
     "glm4_moe": Glm4MoeConfig(**SIZES, **GROUPED, use_qk_norm=True, attention_bias=True),
+    "llama4_text": Llama4TextConfig(**SIZES | CHUNKS),
+    "llama4_text mixed": Llama4TextConfig(
+        **SIZES | CHUNKS, interleave_moe_layer_step=2, use_qk_norm=False, no_rope_layers=[1, 0, 1, 1]
+    ),
     "mixtral": MixtralConfig(**SIZES, head_dim=16, num_local_experts=6, num_experts_per_tok=2),
     "qwen3_5": Qwen3_5TextConfig(**SIZES | {"num_hidden_layers": 2}, **DELTA_NET, tie_word_embeddings=True),
     "qwen3_next": Qwen3NextConfig(
@@ -194,6 +211,30 @@ def test_packed_equals_one_by_one_and_transformers(name: str) -> None:
     assert packed.std() > 0.1
 
 
+@pytest.mark.parametrize("name", ["llama4_text mixed", "qwen3_moe mixed", "deepseek_v3", "glm4_moe"])
+def test_given_experts_pass_dense_layers(name: str) -> None:
+    """Without a choice (-1) the routers decide as before; the same expert for all tokens changes the result."""
+    module, _, _ = _packed(name)
+    shape = expert_shape(module.hf)
+    assert shape is not None
+    found = []
+    for first in (-1, 0):
+        chosen = np.full((shape.layers, shape.k), -1) if first < 0 else np.tile(np.arange(shape.k), (shape.layers, 1))
+        datums = [replace(one, experts=np.tile(chosen, (len(one.tokens), 1, 1)).astype(np.int16)) for one in _datums()]
+        with torch.no_grad():
+            found.append(_run(module, datums))
+    with torch.no_grad():
+        assert torch.equal(found[0], _run(module, _datums()))
+    assert (found[1] - found[0]).abs().max() > 1e-3
+
+
+def test_given_experts_are_refused_without_experts() -> None:
+    module, _, _ = _packed("qwen2")
+    datums = [replace(one, experts=np.zeros((len(one.tokens), 1, 1), np.int16)) for one in _datums()]
+    with pytest.raises(ValueError, match="packed attention does not support routed_experts, which Qwen2Attention pass"):
+        _run(module, datums)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_of_all_parameters(name: str, recompute: bool) -> None:
@@ -205,7 +246,8 @@ def test_gradients_of_all_parameters(name: str, recompute: bool) -> None:
     found = dict(module.hf.named_parameters())
     for key, parameter in reference.named_parameters():
         assert parameter.grad is not None
-        _assert_near(found[key].grad, parameter.grad)
+        is_transposed = "llama4" in name and parameter.dim() == 3
+        _assert_near(found[key].grad, parameter.grad.mT if is_transposed else parameter.grad)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -213,7 +255,7 @@ def test_adapters_of_every_linear_module(name: str) -> None:
     """Compares with merged weights; their gradient d W gives those of A and B: s B' dW and s dW A'."""
     module, targets, injector = _packed(name)
     parts = dict(module.hf.named_modules())
-    left = ("expert_gate", "kv_b_proj")
+    left = ("expert_gate", "kv_b_proj", "router")
     linear = {name for name, part in parts.items() if isinstance(part, nn.Linear) and not name.endswith(left)}
     assert {target.name for target in targets} == linear | {name for name in parts if name.endswith(".experts")}
     assert {target.role for target in targets} == set(Role)
@@ -263,6 +305,8 @@ def _assert_merged_gradients(adapter: ExpertAdapter, experts: Any) -> None:
 def _merged(experts: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns weights of gate, up and down, [experts, outputs, inputs], and their gradients."""
     pairs = [(one, torch.zeros(0) if one.grad is None else one.grad) for one in experts.parameters()]
+    if isinstance(experts, Llama4TextExperts):
+        pairs = [(one.mT, grad.mT if grad.dim() == 3 else grad) for one, grad in pairs]
     (gate_up, gate_up_grad), (down, down_grad) = pairs
     size = gate_up.shape[1] // 2
     return {
@@ -286,6 +330,22 @@ def _assert_near(found: Tensor | None, expected: Tensor) -> None:
         ("llama", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
         ("mixtral", {"sliding_window": 8}, "sliding_window of mixtral is 8, which vLLM or transformers would ignore"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave of deepseek_v3 is False"),
+        (
+            "llama4_text",
+            {"moe_layers": [0, 2]},
+            r"moe_layers of llama4_text is \[0, 2\], but vLLM computes only \[0, 1, 2",
+        ),
+        (
+            "llama4_text",
+            {"num_experts_per_tok": 2},
+            "num_experts_per_tok of llama4_text is 2, but vLLM computes only 1",
+        ),
+        ("llama4_text", {"layer_types": 4 * ["chunked_attention"]}, "layer_types of llama4_text is"),
+        (
+            "llama4_text",
+            {"attention_chunk_size": None},
+            "attention_chunk_size of llama4_text is None, must be positive",
+        ),
         ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "the weights of this qwen2 are quantised"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
     ],

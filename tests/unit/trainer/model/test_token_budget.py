@@ -6,8 +6,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma4TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3VLConfig
+from transformers import CONFIG_MAPPING, Gemma4TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3VLConfig
 
+from fovea.runtime.model_files import EXPERT_TYPES
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import BatchLayout
 from fovea_trainer.model.linear_attention import retained_bytes
@@ -49,11 +50,19 @@ def test_activations_are_those_measured_and_a_quarter_more() -> None:
     assert 1.1 < activation_bytes(CONFIG, torch.bfloat16) / measured_bytes < 1.4
 
 
+@pytest.mark.parametrize("name", EXPERT_TYPES)
+def test_a_mixture_with_transformers_defaults_is_counted(name: str) -> None:
+    """Qwen3.5's mixture has no entry for a dense layer, and its trainer did not start."""
+    config = CONFIG_MAPPING[name]()
+    assert 0 < pass_bytes(config, torch.bfloat16, 2**20, 1, 0) < activation_bytes(config, torch.bfloat16) + 2**23
+    assert 0 < recomputed_bytes(config, torch.bfloat16) < activation_bytes(config, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     "name",
     [
         *("qwen3_vl", "gemma3", "gemma4_31b", "qwen3_5", "glm4v", "lfm2_vl", "qwen3_moe", "qwen3_5_moe"),
-        *("mixtral", "glm4_moe", "qwen3_next", "gemma4_26b"),
+        *("mixtral", "glm4_moe", "qwen3_next", "gemma4_26b", "llama4", "llama4_text"),
     ],
 )
 def test_no_family_keeps_more_than_is_counted(name: str) -> None:

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 
 NAMES = [
     *("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "mixtral", "glm4_moe", "glm4v_moe"),
-    *("qwen3_next", "gemma4_26b", "deepseek_v3", "qwen3_omni_moe"),
+    *("qwen3_next", "gemma4_26b", "deepseek_v3", "qwen3_omni_moe", "llama4", "llama4_text"),
 ]
 CPU = torch.device("cpu")
 
