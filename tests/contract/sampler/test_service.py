@@ -290,7 +290,7 @@ async def test_an_answer_in_openais_words_is_a_plan_and_then_text(served: Served
     plan, answer = [step async for step in served.client.answer_openai(say(steps))]
     assert plan.plan.sample_count == 4
     assert answer.answer == b"2 of {}"
-    for wrong in ([], steps[1:]):
+    for wrong in ([], steps[1:2]):  # one message: a client that still sends loses the reason
         with pytest.raises(InvalidInput, match="must begin with a request"):
             _ = [step async for step in served.client.answer_openai(say(wrong))]
 
