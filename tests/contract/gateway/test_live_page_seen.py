@@ -54,6 +54,14 @@ async def _step(rest: Rest, model_id: str, number: int) -> None:
     await rest.result((await rest.optim_step(model_id, 2 * number, learning_rate=1e-3 / number))["request_id"])
 
 
+async def _resumed(rest: Rest, number: int, path: str, **options: dict[str, str]) -> str:
+    """Creates a model that continues from a checkpoint. Returns its id."""
+    model_id = await rest.create_model(number, **options)
+    loaded = await rest.ok("load_weights", model_id=model_id, seq_id=1, path=path, optimizer=True)
+    await rest.result(loaded["request_id"])
+    return model_id
+
+
 async def _run(rest: Rest) -> tuple[str, str, str]:
     """Trains a named run with held-out figures and resumes it. Returns the ids of both models and the checkpoint."""
     first = await rest.create_model(user_metadata={"name": "birds"})
@@ -62,9 +70,7 @@ async def _run(rest: Rest) -> tuple[str, str, str]:
         await rest.ok("live/reports", model_id=first, metrics={"held_out_loss": 2.0 / number, "accuracy": number / 9})
     saved = await rest.ok("save_weights", model_id=first, seq_id=17, path="kept")
     path = str((await rest.result(saved["request_id"]))["path"])
-    resumed = await rest.create_model(1, user_metadata={"name": "birds"})
-    loaded = await rest.ok("load_weights", model_id=resumed, seq_id=1, path=path, optimizer=True)
-    await rest.result(loaded["request_id"])
+    resumed = await _resumed(rest, 1, path, user_metadata={"name": "birds"})
     for number in range(2, 5):
         backward = await rest.forward_backward(resumed, 2 * number - 2)
         await rest.result(backward.json()["request_id"])
@@ -107,9 +113,7 @@ async def test_a_run_that_a_late_name_makes_a_part_of_another_gives_up_its_entry
         await _step(rest, first, 1)
         saved = await rest.ok("save_weights", model_id=first, seq_id=3, path="kept")
         path = str((await rest.result(saved["request_id"]))["path"])
-        resumed = await rest.create_model(1)
-        loaded = await rest.ok("load_weights", model_id=resumed, seq_id=1, path=path, optimizer=True)
-        await rest.result(loaded["request_id"])
+        resumed = await _resumed(rest, 1, path)
         await see(open_page)
         chosen = await see(browser.text, "#models [aria-current=true]")
         for model_id in (first, resumed):
@@ -129,9 +133,7 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
         rest = Rest(http)
         _, resumed, path = await _run(rest)
         nameless = await rest.create_model(2)
-        again = await rest.create_model(3, user_metadata={"name": "birds"})
-        loaded = await rest.ok("load_weights", model_id=again, seq_id=1, path=path, optimizer=True)
-        await rest.result(loaded["request_id"])
+        await _resumed(rest, 3, path, user_metadata={"name": "birds"})
         await see(open_page)
         await see(browser.wait_text, "#models", "birds", "step 11", "resumed at 8")
         assert f"{MODEL.rpartition('/')[2]}, " in await see(

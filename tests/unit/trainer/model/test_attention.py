@@ -1,12 +1,13 @@
 """Packed attention against a dense mask."""
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -49,6 +50,16 @@ def _dense(
     return (with_sinks.softmax(-1)[..., :-1] @ v).transpose(1, 2)
 
 
+def check_equal(found: Tensor, expected: Tensor, given: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Checks that two results are equal, and the gradients of their inputs."""
+    torch.testing.assert_close(found, expected)
+    direction = torch.randn_like(expected)
+    (found * direction).sum().backward()
+    (expected * direction).sum().backward()
+    for one, other in zip(given, copies, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 @pytest.mark.parametrize("lengths", CASES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -62,12 +73,7 @@ def test_equals_dense_attention(lengths: list[int], causal: bool, kv_heads: int)
     found, _ = packed_attention(
         nn.Module(), *given, None, 0.3, torch.tensor(bounds, dtype=torch.int32), max(lengths), causal
     )
-    torch.testing.assert_close(found, expected)
-    direction = torch.randn_like(expected)
-    (found * direction).sum().backward()
-    (expected * direction).sum().backward()
-    for one, other in zip(given, copies, strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    check_equal(found, expected, given, copies)
 
 
 @pytest.mark.parametrize("lengths", CASES)
