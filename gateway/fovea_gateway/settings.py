@@ -9,7 +9,7 @@ import fsspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from fovea.runtime.durable import disk_bytes
+from fovea.runtime.durable import room_bytes
 from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.errors import FoveaError
@@ -176,15 +176,15 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     parked_bytes: int = Field(
         64 * 2**30,
         gt=0,
-        description="Bytes of the trainer's storage for parked sessions. Above it, the oldest parked sessions end, of"
-        " the owner with the most bytes relative to its weight.",
+        description="Bytes of the trainer's storage for parked sessions; `fovea up` gives them at most a quarter of its"
+        " free disk. Above it, the oldest ones end, of the owner with the most bytes relative to its weight.",
     )
     unnamed_bytes: int = Field(
         64 * 2**30,
         gt=0,
         description="Bytes of the trainer's storage for unnamed adapter snapshots; `fovea up` gives them at most a"
-        " quarter of its disk. Above it, owners with more than their share lose those unused for the longest time, and"
-        " for a minute or more. The newest of each model stays.",
+        " quarter of its free disk. Above it, owners with more than their share lose those unused for the longest time,"
+        " and for a minute or more. The newest of each model stays.",
     )
     inline_limit_bytes: int = Field(2**20, gt=0, description="Larger results are announced with their size first.")
     compress_from_bytes: int = Field(
@@ -367,10 +367,10 @@ class GatewaySettings(OidcSettings, ServiceSettings):
 
     @property
     def row_room_bytes(self) -> int:
-        """Returns `max_row_bytes`; for a database in the state folder, at most a quarter of its disk."""
+        """Returns `max_row_bytes`; for a database in the state folder, at most a quarter of the room there."""
         if self.database_url:
             return self.part_of(self.max_row_bytes)
-        return min(self.max_row_bytes, disk_bytes(self.state_dir) // 4)
+        return min(self.max_row_bytes, room_bytes(self.state_dir) // 4)
 
     @property
     def store_url(self) -> str:

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from fovea.cli.service import MODEL_SEPARATOR, ServiceSpec, kind_of
 from fovea.runtime import credentials
-from fovea.runtime.durable import disk_bytes
+from fovea.runtime.durable import room_bytes
 from fovea.runtime.hosts import WILDCARDS, free_ports
 from fovea.wire import conventions
 
 _LOCAL = "127.0.0.1:"
-_UNNAMED = "FOVEA_GATEWAY_UNNAMED_BYTES"
+_QUARTERS = ("FOVEA_GATEWAY_UNNAMED_BYTES", "FOVEA_GATEWAY_PARKED_BYTES")
+"""Limits of the gateway for what the trainer stores beside its states."""
 NO_GPU = ("",)
 """Devices of a service that must see no GPU."""
 
@@ -316,7 +317,8 @@ def _gateway_spec(
     # Pass keys through the environment, because every user of the machine can read command lines.
     keys = {"FOVEA_GATEWAY_API_KEY": json.dumps(options.api_keys)} if options.api_keys else {}
     given = os.environ | {each.variable: each.value for each in options.settings}
-    room = {} if _UNNAMED in given else {_UNNAMED: str(min(64 * 2**30, disk_bytes(options.state_dir) // 4))}
+    quarter = str(min(64 * 2**30, room_bytes(options.state_dir) // 4))
+    room = {variable: quarter for variable in _QUARTERS if variable not in given}
     return _spec(
         options,
         "gateway",

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -219,7 +219,13 @@ class ExpiryClock:
         return own
 
 
-def disk_bytes(folder: Path) -> int:
-    """Returns the size of the disk of a folder, which need not exist yet."""
+def room_bytes(folder: Path) -> int:
+    """Returns the bytes that a folder can use: the free ones of its disk, and its files. It need not exist yet."""
     place = folder.absolute()
-    return shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).total
+    free = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
+    used = 0
+    for parent, _, names in os.walk(place):
+        for name in names:
+            with suppress(FileNotFoundError):  # a service of an earlier start may still remove files
+                used += (Path(parent) / name).lstat().st_size
+    return free + used

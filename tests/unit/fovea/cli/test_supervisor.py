@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -48,6 +49,26 @@ def test_temporary_files_have_short_paths_however_deep_the_state_folder_is() -> 
     folders = [spec.temporary_dir for options in (deep, deep, deeper) for spec in service_specs(options)]
     assert len(set(folders)) == 8, "the paths of one state folder must not change"
     assert max(map(len, folders)) <= len(tempfile.gettempdir()) + 24
+
+
+def test_unnamed_snapshots_and_parked_sessions_fit_on_the_disk(tmp_path: pathlib.Path) -> None:
+    """A sparse file of 2 TiB lets the folder use more than the limit of 64 GiB allows, however full its disk is."""
+    variables = ["FOVEA_GATEWAY_UNNAMED_BYTES", "FOVEA_GATEWAY_PARKED_BYTES"]
+
+    def limits(*settings: Setting) -> list[str | None]:
+        options = replace(OPTIONS, state_dir=tmp_path / "fovea", settings=settings)
+        environment = next(spec.environment for spec in service_specs(options) if spec.name == "gateway")
+        return [environment.get(variable) for variable in variables]
+
+    free = shutil.disk_usage(tmp_path).free
+    for limit in limits():
+        assert limit is not None
+        assert int(limit) == pytest.approx(min(64 * 2**30, free // 4), rel=0.1)
+    (tmp_path / "fovea").mkdir()
+    with (tmp_path / "fovea" / "state").open("wb") as file:
+        file.truncate(2**41)
+    assert limits() == 2 * [str(64 * 2**30)]
+    assert limits(Setting("gateway", "unnamed_bytes", "5"))[1] == str(64 * 2**30)
 
 
 def test_further_models_have_services_of_their_own_behind_one_gateway() -> None:
