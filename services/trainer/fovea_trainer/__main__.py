@@ -1,9 +1,10 @@
 """`python -m fovea_trainer --model DIR --port N`: starts all ranks of this node, and ends with them."""
 
 import os
+from importlib.metadata import version
 
 from fovea.runtime.processes import UNUSED, importing, leave
-from fovea_trainer.ranks.rank_launcher import Rank, check_checkpoint, launch
+from fovea_trainer.ranks.rank_launcher import Rank, check_checkpoint, check_transformers, launch
 from fovea_trainer.settings import TrainerSettings
 
 
@@ -13,6 +14,7 @@ def main() -> None:
     # numpy starts its threads when it is imported. With one thread per rank, there are none here before the forks.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     try:
+        check_transformers(version("transformers"))
         check_checkpoint(settings.model)
     except (OSError, ValueError) as error:
         raise SystemExit(f"trainer: {error}") from None

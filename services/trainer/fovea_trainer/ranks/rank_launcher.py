@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Rank = Callable[[TrainerSettings, "RankEnvironment"], NoReturn]
 """A function that runs a rank until it ends, in the process of the rank."""
 
+_TRANSFORMERS = (("5", "19"), ("5", "20"))
+"""The versions that `requirements/` installs."""
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
@@ -138,6 +140,16 @@ def _meet(settings: TrainerSettings, name: str) -> Rendezvous:
         f"{name}: waiting for {settings.nodes - 1} other nodes at {settings.master_addr}", file=sys.stderr, flush=True
     )
     return rendezvous(settings)
+
+
+def check_transformers(version: str) -> None:
+    """Raises ValueError for a version of transformers whose modules the trainer does not know.
+
+    It might find no experts in 5.17, for example, and train adapters without them.
+    """
+    if tuple(version.split(".")[:2]) not in _TRANSFORMERS:
+        known = " and ".join(map(".".join, _TRANSFORMERS))
+        raise ValueError(f"transformers {version} is installed, but Fovea runs on {known}: install one of them")
 
 
 def check_checkpoint(model: str) -> None:
