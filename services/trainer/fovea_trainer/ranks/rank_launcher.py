@@ -143,7 +143,7 @@ def _meet(settings: TrainerSettings, name: str) -> Rendezvous:
 
 
 def check_transformers(version: str) -> None:
-    """Raises ValueError for a version of transformers whose modules the trainer does not know.
+    """Raises ValueError for a version of transformers with modules that the trainer does not know.
 
     It might find no experts in 5.17, for example, and train adapters without them.
     """
