@@ -85,7 +85,9 @@ def test_a_release_without_the_digest_of_its_base_is_refused(base: str, tools: d
     assert not (tmp_path / "calls").exists()
 
 
-@pytest.mark.parametrize(("key", "option"), [("", ""), ("my keys/cosign.key", " --key my keys/cosign.key")])
+@pytest.mark.parametrize(
+    ("key", "option"), [("", ""), ("my keys/cosign.key", " --key my keys/cosign.key --tlog-upload=false")]
+)
 def test_what_is_released_is_looked_up_listed_and_signed_by_digest(
     tools: dict[str, str], tmp_path: Path, key: str, option: str
 ) -> None:
