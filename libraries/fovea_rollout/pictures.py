@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import logging
 import pathlib
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.messages import Message, Part, Picture, picture_problem
+
+logger = logging.getLogger(__name__)
 
 IMAGE_MARK = "<image>"
 """Represents a picture of the row's column in a text, as in the datasets of verl and EasyR1."""
@@ -40,7 +44,8 @@ def read_picture(
         value: The picture.
         where: Name of the picture in errors.
         folder: Folder of relative paths; the working directory by default.
-        max_side: The most pixels of the longer side. Larger pictures are shrunk. None does not limit the size.
+        max_side: The most pixels of the longer side. Larger pictures are shrunk, which is logged once. None does not
+            limit the size.
 
     Raises:
         InvalidInput: The value is not a picture, is cut off, or is animated. The error names `where`.
@@ -155,10 +160,16 @@ def _encoded(image: Image.Image, where: str, max_side: int | None) -> Picture:
     if image.mode not in ("RGB", "RGBA", "L"):
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
     if max_side is not None and max(image.size) > max_side:
+        _note_shrinking(max_side)
         image.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return Picture.of_bytes(buffer.getvalue(), where)
+
+
+@cache
+def _note_shrinking(max_side: int) -> None:
+    logger.warning("pictures with more than %d pixels on the longer side are shrunk; max_side sets the limit", max_side)
 
 
 class PictureColumn:

@@ -2,6 +2,7 @@
 
 Measures the bytes and the time until the page has drawn, alone and with eight runs over each other, the gateway's CPU
 time per second while all models take steps and change their places, and the browser's frame times and bytes meanwhile.
+An empty page's frame times show how much of these the machine's other work causes.
 
 The gateway is real and runs in this process, with fake services. The browser is Debian's Chromium without a GPU, on the
 same cores. All bytes, with their headers, pass a relay that counts them.
@@ -154,6 +155,8 @@ def _browse(relay: _Relay, url: str, model_ids: list[str], sizes: dict[str, Any]
         slices = [1000 * slice_s for slice_s in _slices_s(browser)]
         emit("live_compare_watched_bytes", [float(relay.received - before)], "bytes", **sizes, seconds=_WATCHED_S)
         assert browser.complaints() == []
+        browser.open("about:blank")
+        empty, _ = browser.run(_FRAMES, _WATCHED_S)
     watched = sizes | {"seconds": _WATCHED_S, "steps_per_s_and_model": 2, "runs": _COMPARED}
     watched["load_of_a_minute"] = round(os.getloadavg()[0], 1)
     for name, seconds in spent.items():
@@ -161,6 +164,7 @@ def _browse(relay: _Relay, url: str, model_ids: list[str], sizes: dict[str, Any]
     emit("live_compare_slice_p99_ms", [quantile(slices, 0.99)], "ms of a core", **watched, worst=max(slices))
     emit("live_compare_frame_ms", [statistics.median(frames[1:])], "ms, median", **watched)
     emit("live_compare_frame_p99_ms", [quantile(frames[1:], 0.99)], "ms", **watched, worst=max(frames[1:]))
+    emit("live_empty_frame_p99_ms", [quantile(empty[1:], 0.99)], "ms, an empty page", **watched, worst=max(empty[1:]))
     emit("live_compare_long_tasks", [float(len(long))], "tasks above 50 ms", **watched, longest_ms=max(long, default=0))
 
 

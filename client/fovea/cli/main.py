@@ -21,7 +21,7 @@ from typer.exceptions import TyperException
 
 import fovea
 from fovea.cli import checkpoints_command, state_folder, status_report
-from fovea.cli.service import KILL_NAMES, SAFE_PATH
+from fovea.cli.service import KILL_NAMES
 from fovea.cli.state_folder import (
     DEFAULT_STATE_DIR,
     MISUSED,
@@ -38,6 +38,7 @@ from fovea.cli.state_folder import (
 )
 from fovea.cli.up_command import up
 from fovea.client import GatewayClient
+from fovea.runtime.processes import SAFE_PATH
 from fovea.wire.errors import FoveaError
 
 T = TypeVar("T")

@@ -74,7 +74,7 @@ def check_installed() -> None:
             raise StartRefused(
                 "fovea up",
                 f"the services are not installed ({module} is missing); install fovea-vlm[gpu] or fovea-vlm[cpu], see "
-                "'As a package' in docs/guides/operations.md",
+                "'The package' in docs/guides/operations.md",
             )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fovea.cli import FORK_SUPPORT, GIVEN_FORK_SUPPORT
-from fovea.runtime.processes import SUPERVISED, die_with_parent
+from fovea.runtime.processes import SAFE_PATH, SUPERVISED, die_with_parent
 from fovea.runtime.tasks import Backoff
 
 STEADY_S = 60.0
@@ -32,7 +32,10 @@ _LAST_LINES = 200
 _REFERS_ABOVE = re.compile(r"\b[Ss]ee (the )?(root cause|stack trace|error|traceback)\b.*\babove\b")
 _LONGEST_LINE = 2**20
 _LONGEST_CAUSE = 200
-_ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|Failed): |: error: |^python\S* -m ")
+_ERROR = re.compile(
+    r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|Failed): |: error: |^python\S* -m |"
+    r"^(renderer|trainer|gateway): "
+)
 _IGNORED_EXCEPTION = "Exception ignored in"
 """Start of Python's message, with a traceback, about an exception in a destructor or similar. It is harmless."""
 _TIME_AND_LEVEL = re.compile(r"^[\d:.]+ (ERROR|CRITICAL) +")
@@ -41,9 +44,6 @@ _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 KILL_NAMES = frozenset(end.name for end in _EXTERNAL_SIGNALS)
 """Names of these signals, as `Service.run` reports them."""
 
-
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Environment of Fovea's own processes. `python -m` would import a `random.py` of the user's folder as Python's own."""
 
 MODEL_SEPARATOR = "-"
 """Separates the kind of a service from its base model in the name of the service, except for the default model."""

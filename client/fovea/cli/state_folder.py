@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fovea.cli.service import SAFE_PATH, kind_of
+from fovea.cli.service import kind_of
+from fovea.runtime.processes import SAFE_PATH
 
 PUBLISHED_KEY = "tml-local"
 DEFAULT_STATE_DIR = pathlib.Path(".fovea")

@@ -19,7 +19,6 @@ from rich.console import Console
 import fovea
 from fovea.cli import gpu_layout, preflight
 from fovea.cli.preflight import StartRefused
-from fovea.cli.service import SAFE_PATH
 from fovea.cli.service_specs import ServedModel, UpOptions, base_url, service_specs
 from fovea.cli.state_folder import (
     DEFAULT_STATE_DIR,
@@ -35,6 +34,7 @@ from fovea.cli.supervisor import Supervisor
 from fovea.runtime import credentials
 from fovea.runtime.hosts import free_ports, is_loopback
 from fovea.runtime.model_files import loadable_path
+from fovea.runtime.processes import SAFE_PATH
 
 KEYS_VARIABLE = "FOVEA_API_KEY"
 TINY = "tiny"

@@ -50,6 +50,9 @@ def importing(*without: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Environment of Fovea's own processes. `python -m` would import a `random.py` of the user's folder as Python's own."""
+
 _HARMLESS = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ", "HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME")
 
 
@@ -66,7 +69,7 @@ def bare_environment(*prefixes: str, **more: str) -> dict[str, str]:
         more: Variables to add or override.
     """
     kept = {name: value for name, value in os.environ.items() if name in _HARMLESS or name.startswith(prefixes)}
-    return kept | {"PYTHONPATH": python_path()} | more
+    return kept | {"PYTHONPATH": python_path()} | SAFE_PATH | more
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

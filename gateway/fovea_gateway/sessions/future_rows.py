@@ -187,7 +187,7 @@ def _part(connection: sa.Connection, since: float, before: float) -> float:
 
 
 CLIENT_SPAN = 1_000_000_000
-"""The number of seq_ids that each client of a sampling session has for its samples: tinker-contract.md, section 3."""
+"""The number of seq_ids that each client of a sampling session has for its samples, by Tinker's protocol."""
 _PAGE = 4096
 
 

@@ -23,7 +23,7 @@ class Agreement:
 
     Attributes:
         kl: mean(r - 1 - log r) with r = p_trainer / p_sampler, in nats per token: an estimate of KL(sampler || trainer)
-            that is never negative (http://joschu.net/blog/kl-approx.html). On-policy it contains only rounding.
+            that is never negative (https://joschu.net/blog/kl-approx.html). On-policy it contains only rounding.
         largest_log_ratio: max |log r|. On-policy every r is 1.
     """
 

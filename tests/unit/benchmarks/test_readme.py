@@ -20,6 +20,8 @@ def test_another_number_is_found_and_replaced() -> None:
     assert wrong != text
     assert "runs 131\nchecks" in written(wrong)
     assert undeclared(f"{text}\nIt serves 512 users.") == ["512"]
+    others = "\nIt serves ten users.\n```\nmake up  # in 5 minutes\n```\n![4 runs](a.png)"
+    assert undeclared(text + others) == ["ten", "5", "![4"]
     with pytest.raises(SystemExit, match=r"must have once: runs \{\} checks"):
         written(text.replace("runs 131 checks", "runs checks"))
     with pytest.raises(SystemExit, match="no longer has 'CUDA 13'"):

@@ -85,9 +85,14 @@ def test_a_release_without_the_digest_of_its_base_is_refused(base: str, tools: d
     assert not (tmp_path / "calls").exists()
 
 
-def test_what_is_released_is_looked_up_listed_and_signed_by_digest(tools: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "option"), [("", ""), ("my keys/cosign.key", " --key my keys/cosign.key --tlog-upload=false")]
+)
+def test_what_is_released_is_looked_up_listed_and_signed_by_digest(
+    tools: dict[str, str], tmp_path: Path, key: str, option: str
+) -> None:
     base = f"python:3.11.14-slim-bookworm@{DIGEST}"
-    done = release(tmp_path, tools | {"BASE": base})
+    done = release(tmp_path, tools | {"BASE": base, "KEY": key})
     assert done.returncode == 0, done.stderr
     first, *calls = (tmp_path / "calls").read_text().splitlines()
     assert first == "make audit sbom"
@@ -97,7 +102,8 @@ def test_what_is_released_is_looked_up_listed_and_signed_by_digest(tools: dict[s
         del calls[:3]
         assert f"--build-arg BASE={base}" in build
         assert f"--file {folder}/Dockerfile " in build
-        assert sign == f"cosign sign --yes registry.example/fovea/{service}@{DIGEST}"
+        assert sign == f"cosign sign --yes{option} registry.example/fovea/{service}@{DIGEST}"
+        assert attest.startswith(f"cosign attest --yes{option} --type cyclonedx --predicate dist/fovea")
         assert attest.endswith(f"fovea-{'gpu' if service == 'sampler' else 'cpu'}.cdx.json {sign.split()[-1]}")
     assert calls == []
 

@@ -60,6 +60,13 @@ def test_large_pictures_are_shrunk(size: tuple[int, int], shown: tuple[int, int]
     assert read_picture(encoded("JPEG", size=size), max_side=16).size == shown
 
 
+def test_shrinking_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for side in (40, 17, 15, 40):
+        read_picture(encoded("PNG", size=(side, 8)), max_side=17)
+    said = ["pictures with more than 17 pixels on the longer side are shrunk; max_side sets the limit"]
+    assert caplog.messages == said
+
+
 def test_a_turned_photograph_stays_upright_when_it_is_shrunk() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter

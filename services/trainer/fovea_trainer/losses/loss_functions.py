@@ -3,7 +3,7 @@
 A loss maps the log-probabilities of one datum's targets to a scalar and metrics. The loss of a call is the sum over its
 datums. A loss sees each datum separately. It does not see packing, ranks or fillers.
 
-Notation of the policy gradient formulas (tinker-contract, section 5), with sums over the positions of a datum:
+Notation of the policy gradient formulas, with sums over the positions of a datum:
 
     lp   log-probability of the target under the trained weights
     q    log-probability of the target under the weights that sampled it, input `logprobs`

@@ -123,6 +123,10 @@ async def test_one_that_served_for_long_starts_again_at_once(monkeypatch: pytest
             "half = Half(); raise OSError('the port is taken')",
             "code 1 (OSError: the port is taken)",
         ),
+        (
+            "print('1:02 ERROR a call was cancelled'); raise SystemExit('renderer: no image worker')",
+            "code 1 (renderer: no image worker)",
+        ),
         ("raise SystemExit(6)", "code 6"),
         ("import os; print('ERROR of before', flush=True); os.kill(os.getpid(), 9)", "SIGKILL"),
         ("import os; os.abort()", "SIGABRT"),

@@ -7,10 +7,11 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from fovea.runtime.processes import importing
+from fovea.runtime.processes import bare_environment, importing
 
 _CHILD = """
 import os, time
@@ -57,3 +58,10 @@ def test_excluded_packages_are_missing_only_during_the_import(monkeypatch: pytes
         assert find_spec("colorsys") is None
         assert import_module("gc") is loaded
     assert import_module("colorsys").rgb_to_hsv
+
+
+def test_files_of_the_users_folder_do_not_shadow_modules_of_a_process_for_tenants_data(tmp_path: Path) -> None:
+    """Image workers, loss workers and trials of grammars start in the folder of `fovea up`."""
+    (tmp_path / "random.py").write_text("raise SystemExit('shadowed')")
+    command = [sys.executable, "-m", "random"]  # prints a few figures
+    subprocess.run(command, cwd=tmp_path, env=bare_environment(), check=True, stdout=subprocess.DEVNULL)
