@@ -27,6 +27,7 @@ from fovea_data.row_check import BrokenRows, CheckedRows, RowEncoder, check_rows
 from fovea_data.rows import Indices
 from fovea_data.tuned_model import TunedModel, answers
 from fovea_rollout.late_sdk import tinker
+from fovea_rollout.line_chart import write_charts
 from fovea_rollout.loop.live_reports import LiveReports, judgement
 from fovea_rollout.loop.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
 from fovea_rollout.policies.policy import Settings
@@ -122,7 +123,7 @@ def fine_tune(
         held_out: Rows to evaluate on, with the same `max_side`. Without them training never stops early, and keeps the
             last weights.
         settings: Settings; None takes the defaults.
-        out: Folder of `state.json`, `metrics.jsonl` and the loggers' files.
+        out: Folder of `state.json`, `metrics.jsonl`, `chart.html` and the loggers' files.
         model: Name of a model on the server; None takes the first that can be trained.
         base_url: Address of a Tinker server; None reads TINKER_BASE_URL.
         api_key: API key; None reads TINKER_API_KEY.
@@ -175,6 +176,7 @@ def fine_tune(
         learnt, kept = _checked(train, held_out, encoder, settings, state, state_file, progress)
         with ExitStack() as closing:
             lines = closing.enter_context(contextlib.closing(JsonLinesLogger(folder / "metrics.jsonl", state.step)))
+            closing.callback(_draw, folder, lines)
             more = [closing.enter_context(contextlib.closing(one)) for one in open_loggers(loggers, folder)]
             scored = score if samples else None
             run = _Run(connection, encoder, learnt, kept, settings, state, state_file, [lines, *more], scored)
@@ -186,6 +188,22 @@ def fine_tune(
         exits.pop_all()  # the model closes the connection from here on
         rows = lines.rows()
         return TunedModel(connection, state.weights, state.state, sampling, rows, train.max_side, learnt.asking)
+
+
+_CHARTS = {"loss": "Loss of an answer token", "held_out_loss": "Held-out loss", "accuracy": "Held-out accuracy"}
+
+
+def _draw(folder: pathlib.Path, lines: JsonLinesLogger) -> None:
+    """Draws what the run has logged, also if it was stopped."""
+    rows = lines.rows()
+    curves: dict[str, list[float]] = {}
+    for row in rows:
+        for name, label in _CHARTS.items():
+            if name in row:
+                curve = curves.setdefault(label, [math.nan] * (1 + int(rows[-1]["step"])))
+                curve[int(row["step"])] = row[name]
+    if curves:
+        write_charts(folder / "chart.html", folder.resolve().name, curves)
 
 
 def _stop_line(folder: pathlib.Path) -> str:

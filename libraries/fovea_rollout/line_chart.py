@@ -1,4 +1,4 @@
-"""Line charts as inline SVG for the page of `viewer.py`, without matplotlib.
+"""Line charts as inline SVG for the page of `viewer.py` and for pages of their own, without matplotlib.
 
 The charts use the page's colours, light and dark, and show the value of a point under the pointer.
 """
@@ -7,9 +7,48 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 336, 132, 44, 8, 18
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #5b6470; --line: #e1e5ea; --accent: #0b6bcb }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --page: #101418; --ink: #e4e8ed; --soft: #9aa5b1; --line: #2b323b; --accent: #62aef7 }}
+}}
+body {{ margin: 1.5rem; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif }}
+h1 {{ margin: 0; font-size: 1.35rem; overflow-wrap: anywhere }}
+main {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 0 2rem }}
+.curve {{ margin: 1.2rem 0 0; max-width: 40rem }} .curve svg {{ display: block; width: 100%; height: auto }}
+.curve figcaption {{ display: flex; justify-content: space-between; color: var(--soft) }}
+.curve b {{ color: var(--ink) }}
+.grid {{ stroke: var(--line) }} text {{ fill: var(--soft); font-size: 10px }}
+.area {{ fill: var(--accent); opacity: .1 }}
+.path {{ fill: none; stroke: var(--accent); stroke-width: 1.8 }}
+.dot {{ fill: var(--accent) }} .hit {{ fill: transparent }} .hit:hover {{ fill: var(--accent) }}
+</style>
+<h1>{title}</h1>
+<main>{charts}</main>
+"""
+
+
+def write_charts(path: Path, title: str, curves: Mapping[str, Sequence[float]]) -> None:
+    """Writes charts as one static page that fetches nothing.
+
+    Args:
+        path: The file to write.
+        title: Title of the page.
+        curves: One number per step for each named curve; NaN for steps without a number.
+    """
+    charts = "".join(line_chart(name, values) for name, values in curves.items())
+    path.write_text(_PAGE.format(title=html.escape(title), charts=charts), encoding="utf-8")
 
 
 def line_chart(name: str, values: Sequence[float]) -> str:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 _H200 = "h200x4-4b-2026-11-22.jsonl"
 _DEMO = "demo-2cores-2026-11-30.jsonl"
-"""The file of results of `make demo`, whose demo/result.json has the same figures."""
+"""The results file of `make demo`; demo/result.json has the same figures."""
 _WORDS = "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|fifty|hundreds?|thousands?|millions?"
 UNMEASURED = {
     "Python 3.11 and 8 GB of disk": "a requirement",

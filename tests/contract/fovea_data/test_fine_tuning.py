@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import pathlib
+import re
 import shutil
 import socket
 from collections.abc import Callable, Mapping
@@ -91,6 +92,8 @@ async def test_a_line_says_why_training_stopped_and_which_weights_are_kept(
     kept = f"kept step 1, which has the lowest held-out loss ({loss:.3f}): {weights}"
     end = f"stopped early at step 3 of 9: no better held-out loss in 2 evaluations; {kept}"
     assert capsys.readouterr().err.splitlines()[-1] == end
+    curves = ["Loss of an answer token", "Held-out loss", "Held-out accuracy"]
+    assert drawn(tmp_path / "early") == {curve: [1, 2, 3] for curve in curves}
     await tuned(stand, tmp_path / "early", [TEXT] * 4, [TEXT], early, progress=None)
     assert capsys.readouterr().err.splitlines()[-1] == f"nothing left to train, the run had {end}"
     weights = await tuned(stand, tmp_path / "whole", [TEXT] * 4, progress=None)
@@ -236,9 +239,18 @@ async def test_ctrl_c_says_where_the_run_goes_on(stand: Stand, tmp_path: pathlib
     said = await asyncio.to_thread(run, 3)
     assert said.startswith("stopped: call fine_tune again with the same settings and rows and out=")
     assert said.endswith("to resume after step 2")
+    assert drawn(tmp_path / "run") == {"Loss of an answer token": [1, 2, 3]}
     await tuned(stand, tmp_path / "run", [TEXT], None, settings)
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4]
+    assert drawn(tmp_path / "run") == {"Loss of an answer token": steps}
+
+
+def drawn(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Returns the steps of each curve of a run's chart."""
+    _, *figures = (folder / "chart.html").read_text().split("<figure")
+    named = [(re.findall("<span>(.*?)</span>", one), re.findall("step (\\d+): ", one)) for one in figures]
+    return {name: [int(step) for step in steps] for (name,), steps in named}
 
 
 async def test_the_live_page_knows_a_run_by_its_folder_with_its_held_out_figures(
