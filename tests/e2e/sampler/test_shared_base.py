@@ -73,7 +73,7 @@ def assert_equal(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe", "qwen3_vl_moe"])
 def test_losses_gradients_and_weights_are_the_same_bits(family: str, tmp_path: Path) -> None:
     model = ensure_family(family)
     call = Call(LoraSettings(4, 8.0, 1, True, True, True, False), datums(), 3, ADAM)
