@@ -70,7 +70,13 @@ class SharedModelLoader(RandomModelLoader):
         yield from loader.get_all_weights(model_config, model)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Loads the weights and moves them into shared memory."""
+        """Loads the weights and moves them into shared memory. Raises ValueError for kernels that would repack them."""
+        if methods := weight_loading.repacked(model):
+            found = getattr(methods[0], "unquantized_backend", type(methods[0]).__name__)
+            raise ValueError(
+                f"--shared-base: the kernels of {found} store experts in a form that the trainer cannot read: set "
+                'sampler.engine_arguments={"moe_backend": "triton"}, or start both services without --shared-base'
+            )
         super().load_weights(model, model_config)
         base = OwnedBase(next(model.parameters()).device)
         _owned[:] = [base]
