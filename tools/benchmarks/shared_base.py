@@ -89,6 +89,7 @@ class Turns:
                 for one in future.result(600).sequences
             ]
 
+        drawn: list[Drawn]
         drawn, seconds = self._timed("rollout", turn, sample)
         count = sum(len(one.tokens) for one in drawn)
         emit("shared_base.rollout_rate", [count / seconds], "token/s", turn=turn, tokens=count, **self.sizes)
@@ -108,7 +109,7 @@ class Turns:
     def _compare(self, drawn: list[Drawn], when: str) -> None:
         (found,) = score(self.training, drawn, (), ["packed"])
         sizes = np.abs(found.differences)
-        facts = {"mean": float(sizes.mean()), "largest": float(sizes.max()), "tokens": len(sizes)}
+        facts: dict[str, Any] = {"mean": float(sizes.mean()), "largest": float(sizes.max()), "tokens": len(sizes)}
         facts["half_mean_square"] = float(np.mean(sizes**2)) / 2
         emit(f"shared_base.kl.{when}", [kl(found.differences)], "nat", **facts, **self.sizes)
 
