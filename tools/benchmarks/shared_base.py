@@ -33,7 +33,7 @@ from fovea_demo.up import NotReady, running_fovea
 
 _WAYS = {"shared": ["--shared-base"], "own": []}
 _GROUP = 8
-"""Answers to one prompt, whose mean reward is the baseline."""
+"""Answers to one prompt; their mean reward is the baseline."""
 _MIB = 2**20
 
 
