@@ -65,7 +65,7 @@ def plan_sampler(
     if cache_tokens == 0:
         raise ValueError(
             f"the sampler's {engine_bytes >> 20:,} MiB leave no room for a KV cache beside "
-            f"{whole_bytes // size >> 20:,} MiB of weights and {slots_bytes >> 20:,} MiB for {capacity.slots} adapters: "
+            f"{whole_bytes // size >> 20:,} MiB of weights and {slots_bytes >> 20:,} MiB of adapter slots: "
             "raise sampler.gpu_memory_fraction, lower sampler.max_loras or sampler.max_lora_rank, or use a larger GPU"
         )
     return SamplerPlan(
