@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,10 +135,12 @@ def measure(options: argparse.Namespace, way: str) -> None:
     sizes = {"model": options.model.name, "way": way, "rank": options.rank, "answers": options.answers}
     sizes |= {"new_tokens": options.new_tokens, "step_tokens": options.tokens}
     began = time.perf_counter()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running_fovea(Path(folder), options.model, *layout, *_WAYS[way], timeout_s=options.ready_s) as state,
-    ):
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "up.log").symlink_to(options.logs.resolve() / f"{options.model.name}-{way}.log")
+        running = running_fovea(Path(folder), options.model, *layout, *_WAYS[way], timeout_s=options.ready_s)
+        state = stack.enter_context(running)
         emit("shared_base.ready_s", [time.perf_counter() - began], "s", layout=_layout(Path(folder)), **sizes)
 
         def note_memory(at: str) -> None:
@@ -191,6 +194,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a step, over all answers")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--ready-s", type=float, default=300.0, help="seconds until all services must be ready")
+    parser.add_argument("--logs", type=Path, help="folder for the log of each way, which is dropped otherwise")
     parser.add_argument("--set", action="append", default=[], metavar="SERVICE.NAME=VALUE", help="as of `fovea up`")
     options = parser.parse_args()
     for way in options.ways:
