@@ -68,11 +68,11 @@ def read_weights(model: Any, model_dir: Path, device: torch.device, base: Mapped
         if base is not None:
             tensors |= _shared(tensors, base, device)
         transformers_logging.disable_progress_bar()  # it would print one bar per layer
-        loaded = []
+        loaded, experts = [], [module for module in model.modules() if is_experts(module)]
         for layer in _layers(tensors):
             loaded.append(convert_and_load_state_dict_in_model(model, layer, config)[0])
             if base is not None:
-                _share_experts(model, layer, base)
+                experts = _share_experts(experts, layer, base)
     found = loaded[0]
     for other in loaded[1:]:
         found.missing_keys &= other.missing_keys
@@ -112,17 +112,23 @@ def _shared(stored: Mapping[str, Any], base: MappedBase, device: torch.device) -
     return {name: base.tensors[name] for name in names}
 
 
-def _share_experts(model: Any, layer: Mapping[str, Any], base: MappedBase) -> None:
+def _share_experts(experts: list[nn.Module], layer: Mapping[str, Any], base: MappedBase) -> list[nn.Module]:
     """Replaces the experts of a layer, which loading has stacked or transposed, by the sampler's.
 
-    Raises ValueError if their values differ. Experts of another shape or dtype stay as they are.
+    Experts of another shape or dtype stay as they are.
+
+    Args:
+        experts: The experts of this layer and of all layers that are not loaded yet.
+        layer: The layer's tensors in the files.
+        base: The base that the sampler shares.
+
+    Returns those of `experts` that are not loaded yet. Raises ValueError if values differ.
     """
     prefixes = {found[1] for name in layer if (found := _EXPERT.match(name))}
     shared = {name: tensor for name, tensor in base.tensors.items() if name.rpartition(".")[0] in prefixes}
-    for module in filter(is_experts, model.modules()) if shared else ():
+    later = [module for module in experts if all(own.is_meta for own in module.parameters(recurse=False))]
+    for module in (each for each in experts if each not in later):
         for name, own in list(module.named_parameters(recurse=False)):
-            if own.is_meta or base.holds(own):
-                continue
             for whole, tensor in shared.items():
                 if whole.endswith(f".{name}") and own.shape == tensor.shape and own.dtype == tensor.dtype:
                     if not torch.equal(own, tensor):
@@ -130,6 +136,7 @@ def _share_experts(model: Any, layer: Mapping[str, Any], base: MappedBase) -> No
                     replacement = nn.Parameter(tensor, requires_grad=False)
                     replacement._is_hf_initialized = True  # type: ignore[attr-defined]
                     setattr(module, name, replacement)
+    return later
 
 
 def _different(name: str) -> str:
