@@ -47,8 +47,12 @@ def test_experts_in_a_form_of_their_own() -> None:
     assert weight_loading.problem(nn.Linear(1, 1)) == ""
 
 
-@pytest.mark.parametrize("method", [Method(UnquantizedMoeBackend.FLASHINFER_CUTLASS), SimpleNamespace()])
-def test_a_shared_base_refuses_them_before_it_reads_weights(method: Any) -> None:
+@pytest.mark.parametrize(
+    ("method", "kernels"),
+    [(Method(UnquantizedMoeBackend.FLASHINFER_TRTLLM), "FlashInfer TRTLLM"), (SimpleNamespace(), "SimpleNamespace")],
+)
+def test_a_shared_base_refuses_them_before_it_reads_weights(method: Any, kernels: str) -> None:
     loader = base_sharing.SharedModelLoader(LoadConfig())
-    with pytest.raises(ValueError, match=r"--shared-base: the kernels of .* store experts in a form that the trainer"):
+    said = rf"^--shared-base: .* for its kernels \({kernels}\) in a form that the trainer cannot read: start both"
+    with pytest.raises(ValueError, match=said):
         loader.load_weights(model(method, adapted=False), None)

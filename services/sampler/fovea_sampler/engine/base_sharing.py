@@ -72,10 +72,11 @@ class SharedModelLoader(RandomModelLoader):
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Loads the weights and moves them into shared memory. Raises ValueError for kernels that would repack them."""
         if methods := weight_loading.repacked(model):
-            found = getattr(methods[0], "unquantized_backend", type(methods[0]).__name__)
+            backend = getattr(methods[0], "unquantized_backend", None)
             raise ValueError(
-                f"--shared-base: the kernels of {found} store experts in a form that the trainer cannot read: set "
-                'sampler.engine_arguments={"moe_backend": "triton"}, or start both services without --shared-base'
+                "--shared-base: on this device vLLM stores experts for its kernels "
+                f"({backend.value if backend else type(methods[0]).__name__}) in a form that the trainer cannot read: "
+                "start both services without --shared-base"
             )
         super().load_weights(model, model_config)
         base = OwnedBase(next(model.parameters()).device)
