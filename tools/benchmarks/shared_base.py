@@ -159,13 +159,17 @@ def _layout(folder: Path) -> str:
 
 
 def _memory_mib(state: dict[str, Any], gpu: str) -> dict[str, float]:
-    """Returns the memory of each service; on a GPU also what the driver reports for all processes."""
+    """Returns the memory of each service; on a GPU also what the driver reports for all processes.
+
+    In some containers the driver knows no process. Then only the sum is returned.
+    """
     processes = {service: _processes(state, service) for service in ("sampler", "trainer")}
     if gpu == "none":
         pss = {name: [float(one.memory_full_info().pss) for one in each] for name, each in processes.items()}
         return {name: sum(each) / _MIB for name, each in pss.items()}
     used = dict(line.split(", ") for line in _driver(gpu, "--query-compute-apps=pid,used_memory"))
-    found = {name: sum(float(used.get(str(one.pid), 0)) for one in each) for name, each in processes.items()}
+    known = {name: [used[str(one.pid)] for one in each if str(one.pid) in used] for name, each in processes.items()}
+    found = {name: sum(map(float, each)) for name, each in known.items() if each and all(map(str.isdigit, each))}
     return found | {"gpu": float(_driver(gpu, "--query-gpu=memory.used")[0])}
 
 
