@@ -14,10 +14,11 @@ from fovea.client.inference import SamplerClient
 from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.runtime.hosts import interface_of
 from fovea.wire.errors import InvalidInput
-from tests.e2e.prompts import PromptBuilder
+from tests.e2e.prompts import PromptBuilder, picture
 from tests.e2e.sampler.sender import Sender
 from tests.e2e.stack import Stack, running_stack
 from tests.e2e.test_agreement import check_model, sampler_logprobs
+from tests.families import ensure_family
 
 STEPS = 24
 
@@ -33,6 +34,17 @@ def test_sampler_and_trainer_agree(sharing: Stack) -> None:
     prompts = PromptBuilder(AutoTokenizer.from_pretrained(sharing.model)).catalogue()
     with sharing.service_client() as service:
         check_model(sharing, service, 8, 5e-3, prompts)
+
+
+def test_they_agree_on_experts_that_the_checkpoint_transposes() -> None:
+    """Pushed adapters change the experts, too."""
+    with running_stack(ensure_family("qwen3_vl_moe"), "--shared-base") as stack, stack.service_client() as service:
+        builder = PromptBuilder(AutoTokenizer.from_pretrained(stack.model))
+        prompts = {
+            "text": builder.build("Some words about nothing in particular, to be scored."),
+            "image": builder.build("<|vision_start|>", (picture(224, 224, 1), 64), "<|vision_end|>as it is"),
+        }
+        check_model(stack, service, 8, 5e-3, prompts)
 
 
 def test_full_parameters_are_refused(sharing: Stack) -> None:

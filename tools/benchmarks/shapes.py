@@ -1,16 +1,18 @@
 """Builds Qwen3-VL checkpoints of real sizes with random weights: `python -m benchmarks.shapes 4b DIRECTORY`.
 
 The sizes are those of the published models' configuration files. Weights are drawn as transformers initializes them
-(normal, 0.02), which gives logits of unit scale. No weight is zero.
+(normal, 0.02), which gives logits of unit scale. No weight is zero. With `--seed 0` no weights are written: trainer and
+sampler draw them (`benchmarks/random_checkpoint.py`).
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from benchmarks import random_checkpoint
 from fovea_tinyvlm.curriculum import lesson_texts
 from fovea_tinyvlm.processor import chat_template, save_processor
 from fovea_tinyvlm.prose import corpus
@@ -41,17 +43,23 @@ VOCABULARY_SIZE = 151936
 _CONTEXT = 32768
 
 
-def build(shape: str, directory: Path, device: str) -> None:
-    """Writes model, tokenizer and processor files in bfloat16."""
+def build(shape: str, directory: Path, device: str, seed: int | None = None) -> None:
+    """Writes model, tokenizer and processor files in bfloat16; with a seed, only the header of the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer([*corpus(), *(20 * lesson_texts())], chat_template("qwen3_vl"))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
+    with torch.device(device if seed is None else "meta"):
         model = Qwen3VLForConditionalGeneration(_config(shape, tokenizer))
     ends = [_id(tokenizer, token) for token in (IM_END, END_OF_TEXT)]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[1])
-    model.save_pretrained(directory)
+    if seed is None:
+        model.save_pretrained(directory)
+    else:
+        random_checkpoint.write(directory, random_checkpoint.published_tensors(model, "together"), seed)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(directory)
+        model.generation_config.save_pretrained(directory)
     save_processor("qwen3_vl", tokenizer, directory)
 
 
@@ -101,5 +109,15 @@ def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
     return token_id
 
 
+def main() -> None:
+    """Writes one shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, help="seed of weights that trainer and sampler draw")
+    options = parser.parse_args()
+    build(options.shape, options.directory, "cuda" if torch.cuda.is_available() else "cpu", options.seed)
+
+
 if __name__ == "__main__":
-    build(sys.argv[1], Path(sys.argv[2]), "cuda" if torch.cuda.is_available() else "cpu")
+    main()

@@ -45,7 +45,7 @@ def plan_sampler(
         gpu_bytes: Memory of each GPU.
 
     Raises:
-        ValueError: The sampler refuses the settings.
+        ValueError: The sampler refuses the settings, or has no room for a KV cache.
     """
     engine_arguments.check_expert_parallel(settings, config.to_dict())
     size = settings.tensor_parallel
@@ -62,6 +62,12 @@ def plan_sampler(
     if settings.kv_cache_mib is not None:
         cache_bytes = settings.kv_cache_mib << 20
     cache_tokens = max(cache_bytes, 0) // cache_bytes_per_token(config, item_bytes, size)
+    if cache_tokens == 0:
+        raise ValueError(
+            f"the sampler's {engine_bytes >> 20:,} MiB leave no room for a KV cache beside "
+            f"{whole_bytes // size >> 20:,} MiB of weights and {slots_bytes >> 20:,} MiB of adapter slots: "
+            "raise sampler.gpu_memory_fraction, lower sampler.max_loras or sampler.max_lora_rank, or use a larger GPU"
+        )
     return SamplerPlan(
         whole_bytes // size, capacity, slots_bytes, push_bytes, cache_bytes, cache_tokens, context(settings)
     )

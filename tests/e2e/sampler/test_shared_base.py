@@ -73,7 +73,7 @@ def assert_equal(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"])
 def test_losses_gradients_and_weights_are_the_same_bits(family: str, tmp_path: Path) -> None:
     model = ensure_family(family)
     call = Call(LoraSettings(4, 8.0, 1, True, True, True, False), datums(), 3, ADAM)
@@ -109,16 +109,24 @@ def test_a_write_to_the_base_ends_the_trainer(tmp_path: Path) -> None:
     assert ended.returncode < 0
 
 
-def test_a_sampler_of_other_weights_is_refused(tmp_path: Path) -> None:
-    model, changed = ensure_family("qwen3"), tmp_path / "changed"
+@pytest.mark.parametrize(
+    ("family", "ending", "said"),
+    [
+        ("qwen3", "layers.0.self_attn.v_proj.weight", "layers.0.self_attn.v_proj.weight"),
+        ("qwen3_moe", "layers.1.mlp.experts.3.up_proj.weight", "layers.1.mlp.experts.gate_up_proj"),
+        ("qwen3_vl_moe", "layers.1.mlp.experts.down_proj", "layers.1.mlp.experts.down_proj"),
+    ],
+)
+def test_a_sampler_of_other_weights_is_refused(family: str, ending: str, said: str, tmp_path: Path) -> None:
+    model, changed = ensure_family(family), tmp_path / "changed"
     shutil.copytree(model, changed)
     weights = load_file(changed / "model.safetensors")
-    name = next(name for name in weights if name.endswith("layers.0.self_attn.v_proj.weight"))
-    weights[name][-1, -1] += 1
+    name = next(name for name in weights if name.endswith(ending))
+    weights[name].flatten()[-1:].add_(1)
     save_file(weights, changed / "model.safetensors", {"format": "pt"})
     (tmp_path / "sampler").mkdir()
     with (
         sharing_sampler(model, tmp_path / "sampler") as socket,
-        pytest.raises(ProcessRaisedException, match=f"the sampler's {name} differs from the checkpoint's"),
+        pytest.raises(ProcessRaisedException, match=f"the sampler's .*{said} differs from the checkpoint's"),
     ):
         ranks.run_ranks(look, 1, changed, socket, tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fovea_tinyvlm
+from benchmarks import family_shapes
 from fovea.wire.errors import ResourceExhausted
 from fovea_plan.__main__ import main
 from fovea_plan.sampler_plan import cache_bytes_per_token, plan_sampler
@@ -81,6 +82,21 @@ def test_a_shared_base_is_counted_once(
     assert shared["trainer"]["adapter"]["peak_bytes"] < own["trainer"]["adapter"]["peak_bytes"]
     assert (own["sampler"]["push_bytes"] > 0, shared["sampler"]["push_bytes"]) == (True, 0)
     assert "without --shared-base" in shared["trainer"]["full"]
+
+
+@pytest.mark.slow
+def test_one_copy_of_a_large_mixture_of_experts_fits_on_one_h200(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family_shapes.build("qwen3_vl-30b-a3b", tmp_path, "cpu", without_bytes=True, seed=0)
+    assert plan(monkeypatch, tmp_path, "--gpus", "1x139", "--json", "--shared-base") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["trainer"]["adapter"]["tokens"] >= 4096
+    assert said["sampler"]["cache_tokens"] > 2 * said["context"]
+    assert plan(monkeypatch, tmp_path, "--gpus", "1x139") == 1
+    assert "an adapter of rank 32 needs" in capsys.readouterr().out
+    assert plan(monkeypatch, tmp_path, "--gpus", "1x96", "--shared-base") == 1
+    assert "leave no room for a KV cache beside 59,262 MiB of weights" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

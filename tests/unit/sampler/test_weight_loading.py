@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 from torch import nn
+from vllm.config import LoadConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from fovea_sampler.engine import weight_loading
+from fovea_sampler.engine import base_sharing, weight_loading
 
 
 class Method:
@@ -44,3 +45,14 @@ def test_experts_in_a_form_of_their_own() -> None:
     for method in (packing, SimpleNamespace()):
         assert "a form of its own" in weight_loading.problem(model(method, adapted=True))
     assert weight_loading.problem(nn.Linear(1, 1)) == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "kernels"),
+    [(Method(UnquantizedMoeBackend.FLASHINFER_TRTLLM), "FlashInfer TRTLLM"), (SimpleNamespace(), "SimpleNamespace")],
+)
+def test_a_shared_base_refuses_them_before_it_reads_weights(method: Any, kernels: str) -> None:
+    loader = base_sharing.SharedModelLoader(LoadConfig())
+    said = rf"^--shared-base: .* for its kernels \({kernels}\) in a form that the trainer cannot read: start both"
+    with pytest.raises(ValueError, match=said):
+        loader.load_weights(model(method, adapted=False), None)

@@ -20,6 +20,7 @@ from fovea_trainer.model.weight_reading import read_weights
 from fovea_trainer.settings import TrainerSettings
 from fovea_weights import shared_memory
 from fovea_weights.shared_memory import MappedBase, OwnedBase
+from tests.families import ensure_family
 from tests.waiting import eventually
 
 CPU = torch.device("cpu")
@@ -166,3 +167,20 @@ def test_a_base_that_lacks_the_models_weights_is_refused_with_its_own_reason(tmp
         pytest.raises(ValueError, match=f"^{re.escape(words)}"),
     ):
         read_weights(module.hf, model, CPU, base)
+
+
+@pytest.mark.slow
+def test_experts_of_one_layer_are_not_compared_with_those_of_another(owned: OwnedBase, tmp_path: Path) -> None:
+    """The sampler lacks layer 0, which has experts of the same shape as layer 1."""
+    model, path = ensure_family("qwen3_vl_moe"), tmp_path / "base"
+    settings = TrainerSettings(model=str(model), device="cpu")
+    own, shared = (build_model(settings, model, CPU)[2].hf for _ in range(2))
+    read_weights(own, model, CPU)
+    prefix = "model.language_model.layers.1.mlp.experts."
+    experts = {name: one.data for name, one in own.named_parameters() if name.startswith(prefix)}
+    owned.publish(str(path), dict(zip(experts, owned.move([*experts.values()]), strict=True)))
+    count = len(list(own.parameters()))
+    with mapped(path) as base:
+        with pytest.raises(ValueError, match=f"^the trainer would hold {count - 2} of {count} parameters itself"):
+            read_weights(shared, model, CPU, base)
+        assert [name for name, one in shared.named_parameters() if base.holds(one)] == [*experts]

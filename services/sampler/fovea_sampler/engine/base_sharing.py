@@ -38,7 +38,10 @@ RANDOM_FORMAT = "fovea_random"
 SHARED_FORMAT = "fovea_shared"
 """The `load_format` of a shared base. The path of its socket is in `additional_config`."""
 _SOCKET_KEY = "fovea_shared_base"
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(?:\d+\.\w+\.weight|gate_up_proj|down_proj)")
+"""The name of one expert's matrix, or of a layer's stacked experts."""
+_STACKED = {"gate_up_proj": "w13", "down_proj": "w2"}
+"""Stacked experts: the trainer's names and vLLM's."""
 _owned: list[OwnedBase] = []
 """The base of this worker, if it is shared."""
 
@@ -67,7 +70,14 @@ class SharedModelLoader(RandomModelLoader):
         yield from loader.get_all_weights(model_config, model)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Loads the weights and moves them into shared memory."""
+        """Loads the weights and moves them into shared memory. Raises ValueError for kernels that would repack them."""
+        if methods := weight_loading.repacked(model):
+            backend = getattr(methods[0], "unquantized_backend", None)
+            raise ValueError(
+                "--shared-base: on this device vLLM stores experts for its kernels "
+                f"({backend.value if backend else type(methods[0]).__name__}) in a form that the trainer cannot read: "
+                "start both services without --shared-base"
+            )
         super().load_weights(model, model_config)
         base = OwnedBase(next(model.parameters()).device)
         _owned[:] = [base]
@@ -96,8 +106,9 @@ class SharedModelLoader(RandomModelLoader):
 def base_views(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     """Returns the parts of vLLM's parameters that are tensors of the checkpoint, keyed by the checkpoint's names.
 
-    Numbered experts also appear stacked, as `experts.gate_up_proj` and `experts.down_proj`. Tensors that vLLM stores in
-    another shape are left out.
+    Experts appear as the trainer holds them: stacked, `experts.gate_up_proj` [E, 2 I, D] and `experts.down_proj`
+    [E, D, I], even if the checkpoint stores them one by one or transposed. Tensors that vLLM stores in another shape
+    are left out.
     """
     rename, parameters = rename_of(model), dict(model.named_parameters())
     mapping = getattr(model, "packed_modules_mapping", {})
@@ -105,7 +116,7 @@ def base_views(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         if found := _EXPERT.fullmatch(name):
-            views |= _views_of_expert(parameters, rename(f"{found[1]}.weight").removesuffix("weight"), found)
+            views |= _views_of_experts(parameters, rename(f"{found[1]}.weight").removesuffix("weight"), found[1])
             continue
         own, first = rename(name), 0
         parent, _, part = own.rpartition(".")[0].rpartition(".")
@@ -124,16 +135,13 @@ def base_views(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     return views
 
 
-def _views_of_expert(parameters: Mapping[str, Tensor], own: str, found: re.Match[str]) -> dict[str, Tensor]:
-    name, stacked, number, part = found[0], found[1], int(found[2]), found[3]
-    stored, other = ("w2", "down_proj") if part == "down" else ("w13", "gate_up_proj")
-    both = (parameters.get(f"{own}{place}{stored}_weight") for place in ("", "routed_experts."))
-    whole = next((one.data for one in both if one is not None), None)
-    if whole is None:
-        return {}
-    half = whole.shape[1] // 2
-    rows = {"gate": slice(0, half), "up": slice(half, None), "down": slice(None)}[part]
-    return {name: whole[number, rows], f"{stacked}.{other}": whole}
+def _views_of_experts(parameters: Mapping[str, Tensor], own: str, prefix: str) -> dict[str, Tensor]:
+    found = {}
+    for name, stored in _STACKED.items():
+        for place in ("", "routed_experts."):
+            if (whole := parameters.get(f"{own}{place}{stored}_weight")) is not None:
+                found[f"{prefix}.{name}"] = whole.data
+    return found
 
 
 def _multiply_by_weight(layer: Any, remove_weight: bool) -> None:

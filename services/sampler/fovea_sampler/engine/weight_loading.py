@@ -90,7 +90,7 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
         Otherwise vLLM's layerwise reload restores each layer to its unprocessed form and processes it again, which
         pauses sampling for a second for 8 GB. Latent attention (DeepSeek-V3) also reads products made of its weights.
         """
-        plain = self.model_config.quantization is None and not self.model_config.use_mla and not _repacked(self.model)
+        plain = self.model_config.quantization is None and not self.model_config.use_mla and not repacked(self.model)
         return self.device.type == "cuda" and plain
 
     def start_weight_update(self) -> None:
@@ -213,14 +213,14 @@ def rename_of(model: torch.nn.Module) -> Callable[[str], str]:
 
 def problem(model: torch.nn.Module) -> str:
     """Returns the reason why no full weights can be loaded into a model, or an empty string."""
-    for method in _repacked(model):
+    for method in repacked(model):
         if isinstance(method, FusedMoEModularMethod):  # vLLM's wrapper for adapters: it never repacks weights
             kept = f"{type(method.old_quant_method).__name__} stores weights of experts in a form of its own"
             return f"{kept}, and vLLM converts pushed weights to it only if the sampler serves no adapters"
     return ""
 
 
-def _repacked(model: torch.nn.Module) -> list[Any]:
+def repacked(model: torch.nn.Module) -> list[Any]:
     """Returns the model's expert methods with kernels that read weights in another form than the checkpoint's."""
     methods = [module.quant_method for module in model.modules() if isinstance(module, RoutedExperts)]
     backends = [getattr(getattr(method, "old_quant_method", method), "unquantized_backend", None) for method in methods]

@@ -30,6 +30,8 @@ from fovea_weights import by_layer, random_slices
 from fovea_weights.shared_memory import MappedBase
 
 _COMPARING_THREADS = 4
+_EXPERT = re.compile(r"(.*\.experts)\.(?:\d+|gate_up_proj$|down_proj$)")
+"""The name of a tensor with experts."""
 _OWN_SHARE = 1 / 16
 """The largest share of the base that the trainer may hold for itself beside a shared one."""
 
@@ -66,11 +68,11 @@ def read_weights(model: Any, model_dir: Path, device: torch.device, base: Mapped
         if base is not None:
             tensors |= _shared(tensors, base, device)
         transformers_logging.disable_progress_bar()  # it would print one bar per layer
-        loaded = []
+        loaded, experts = [], [module for module in model.modules() if is_experts(module)]
         for layer in _layers(tensors):
             loaded.append(convert_and_load_state_dict_in_model(model, layer, config)[0])
             if base is not None:
-                _share_experts(model, layer, base)
+                experts = _share_experts(experts, layer, base)
     found = loaded[0]
     for other in loaded[1:]:
         found.missing_keys &= other.missing_keys
@@ -96,8 +98,8 @@ def read_weights(model: Any, model_dir: Path, device: torch.device, base: Mapped
 
 
 def _shared(stored: Mapping[str, Any], base: MappedBase, device: torch.device) -> dict[str, Tensor]:
-    """Returns the sampler's tensors, each compared with the files. Raises ValueError if one differs."""
-    names = [name for name in stored if name in base.tensors]
+    """Returns the sampler's tensors except experts, each compared with the files. Raises ValueError if one differs."""
+    names = [name for name in stored if name in base.tensors and not _EXPERT.match(name)]
 
     def is_equal(name: str) -> bool:
         view = base.tensors[name]
@@ -106,27 +108,39 @@ def _shared(stored: Mapping[str, Any], base: MappedBase, device: torch.device) -
     with ThreadPoolExecutor(_COMPARING_THREADS) as threads:
         for name, equal in zip(names, threads.map(is_equal, names), strict=True):
             if not equal:
-                raise ValueError(f"the sampler's {name} differs from the checkpoint's: both must read the same model")
+                raise ValueError(_different(name))
     return {name: base.tensors[name] for name in names}
 
 
-def _share_experts(model: Any, layer: Mapping[str, Any], base: MappedBase) -> None:
-    """Replaces the stacked experts of a layer, which loading has copied from single ones, by the sampler's."""
-    prefixes = {found[1] for name in layer if (found := re.match(r"(.*\.experts)\.\d+\.", name))}
-    shared = [tensor for prefix in prefixes for name, tensor in base.tensors.items() if _parent(name) == prefix]
-    for module in filter(is_experts, model.modules()) if shared else ():
+def _share_experts(experts: list[nn.Module], layer: Mapping[str, Any], base: MappedBase) -> list[nn.Module]:
+    """Replaces the experts of a layer, which loading has stacked or transposed, by the sampler's.
+
+    Experts of another shape or dtype stay as they are.
+
+    Args:
+        experts: The experts of this layer and of all layers that are not loaded yet.
+        layer: The layer's tensors in the files.
+        base: The base that the sampler shares.
+
+    Returns those of `experts` that are not loaded yet. Raises ValueError if values differ.
+    """
+    prefixes = {found[1] for name in layer if (found := _EXPERT.match(name))}
+    shared = {name: tensor for name, tensor in base.tensors.items() if name.rpartition(".")[0] in prefixes}
+    later = [module for module in experts if all(own.is_meta for own in module.parameters(recurse=False))]
+    for module in (each for each in experts if each not in later):
         for name, own in list(module.named_parameters(recurse=False)):
-            if own.is_meta or base.holds(own):
-                continue
-            for tensor in shared:
-                if own.shape == tensor.shape and own.dtype == tensor.dtype and torch.equal(own, tensor):
+            for whole, tensor in shared.items():
+                if whole.endswith(f".{name}") and own.shape == tensor.shape and own.dtype == tensor.dtype:
+                    if not torch.equal(own, tensor):
+                        raise ValueError(_different(whole))
                     replacement = nn.Parameter(tensor, requires_grad=False)
                     replacement._is_hf_initialized = True  # type: ignore[attr-defined]
                     setattr(module, name, replacement)
+    return later
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+def _different(name: str) -> str:
+    return f"the sampler's {name} differs from the checkpoint's: both must read the same model"
 
 
 def _check_own(model: nn.Module, base: MappedBase) -> None:
