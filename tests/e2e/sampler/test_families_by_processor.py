@@ -152,6 +152,10 @@ async def test_adapters_of_a_tower_in_one_step(request: pytest.FixtureRequest) -
             for seed, name in enumerate(owns):
                 if name:
                     await sender.push(name, owns[name].adapt_tower(seed), 4)
+            embedding = "base_model.model.vision_model.patch_embedding.linear.lora_"
+            wrong = {f"{embedding}A.weight": torch.zeros(4, 588), f"{embedding}B.weight": torch.zeros(64, 4)}
+            with pytest.raises(InvalidInput, match=r"cannot adapt vision_model\.patch_embedding\.linear"):
+                await sender.push("wrong@1", wrong, 4)
             rendered = await served.client.render(owns[""].chunks(parts))
             asked = 3 * list(owns)
             answers = await asyncio.gather(
