@@ -5,6 +5,7 @@ The renderer's ids and tensors equal the processor's; vLLM's log-probabilities e
 
 import asyncio
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,20 @@ async def test_a_family(name: str, request: pytest.FixtureRequest) -> None:
                 assert np.abs(answer.prompt_logprobs[1:] - own.prompt_logprobs(made)).max() < TOLERANCE
                 told.add(hashlib.sha256(answer.prompt_logprobs[-3:].tobytes()).hexdigest())
             await check_refusals(served, client, own, [one, " again"])
+
+
+async def test_an_adapter_that_vllm_would_not_apply_is_refused(request: pytest.FixtureRequest) -> None:
+    """vLLM wraps the router in the layer, but its experts call the unwrapped one: such an adapter had no effect."""
+    router = "model.language_model.layers.0.mlp.gate"
+    own = Own(ensure_family(MIXTURE))
+    rows, columns = own._model.get_submodule(router).weight.shape
+    halves = {"lora_A": torch.zeros(4, columns), "lora_B": torch.zeros(rows, 4)}
+    adapter = {f"base_model.model.{router}.{half}.weight": tensor for half, tensor in halves.items()}
+    with sampler_of(MIXTURE, request) as sampler:
+        async with SamplerClient(sampler.address) as client:
+            sender = await Sender(client).join()
+            with pytest.raises(InvalidInput, match=re.escape(f"the engine cannot adapt {router}")):
+                await sender.push("router@1", adapter, 4)
 
 
 @pytest.mark.long

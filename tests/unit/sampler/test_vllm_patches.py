@@ -235,6 +235,15 @@ def test_the_patch_embedding_of_llama_4_is_not_adapted(one_worker: VllmConfig) -
     assert model_manager.get_supported_lora_modules(model) == ["linear_1", "lm_head"]
 
 
+def test_the_product_of_latent_attention_is_not_adapted(one_worker: VllmConfig) -> None:
+    attention = "vllm.model_executor.layers.attention.mla_attention"
+    assert "W_UK, W_UV = " in source(f"{attention}:MLAAttention.process_weights_after_loading")
+    model = torch.nn.Module()
+    model.kv_b_proj, model.o_proj = ReplicatedLinear(4, 4), ReplicatedLinear(4, 4)
+    model_classes.apply()
+    assert model_manager.get_supported_lora_modules(model) == ["lm_head", "o_proj"]
+
+
 def _runner(takes: bool, weighs_inputs: bool) -> MoERunner:
     runner = MoERunner.__new__(MoERunner)
     torch.nn.Module.__init__(runner)

@@ -49,7 +49,8 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     patch keeps the order and turns neighbours. vLLM tunes the temperature of attention only with contexts above 32,768
     tokens, whatever config.json says; the patch does what it says. The patch embedding (`linear`) runs before the class
     token is added, but vLLM maps its rows to adapters as if the token were there (an error of 1.1 nat). The patch does
-    not list the embedding, so an adapter of it is refused.
+    not list the embedding, so an adapter of it is refused. Nor does it list `kv_b_proj` of DeepSeek-V3, which vLLM
+    multiplies into other weights without its adapter.
 Upstream: vllm-project/vllm issue 21500, closed without a change; none known for the others.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
@@ -185,8 +186,8 @@ def _extend_adapted_modules() -> None:
     def supported(model: torch.nn.Module) -> list[str]:
         modules = model.named_modules(remove_duplicate=False)
         second = {name.rpartition(".")[2] for name, module in modules if isinstance(module, LinearBase)}
-        left = {"linear"} if isinstance(model, Llama4ForConditionalGeneration) else set()
-        return sorted({*ask_model(model), *second, _NAME} - left)
+        left = "linear" if isinstance(model, Llama4ForConditionalGeneration) else "kv_b_proj"
+        return sorted({*ask_model(model), *second, _NAME} - {left})
 
     def wrapper_of(self: Any, module_name: str) -> Any:
         found = ask_manager(self, module_name)
