@@ -17,20 +17,36 @@ TokenCounter = Callable[[int, int], int]
 """A function of (width, height) in pixels that returns the number of ids that replace an image."""
 
 
-_MARGINS = {"Gemma3Processor": "\n\n"}
-"""Whitespace that a processor writes before and after an image, keyed by the name of the processor's class."""
+_MARGINS = {"Gemma3Processor": ("\n\n", "\n\n"), "MiniCPMV4_6Processor": ("<image_id>{}</image_id>", "")}
+"""Text that a processor writes before and after an image, keyed by the name of the processor's class."""
 
 
-def image_margin(tokenizer: Any) -> str:
-    """Returns the whitespace that a model's own processor writes on both sides of an image; empty for most models.
+def image_margin(tokenizer: Any, index: int = 0) -> tuple[str, str]:
+    """Returns the text that a model's own processor writes before and after an image; empty for most models.
 
-    The whitespace is text: the tokenizer joins its line feeds with those of the neighbouring text. It is therefore not
-    part of an image's replacement. The writer of a prompt puts it into the text before and after each image.
+    It is not part of an image's replacement, which is the same anywhere in a prompt: the tokenizer joins Gemma 3's line
+    feeds with those of the neighbouring text, and MiniCPM-V numbers the images. The writer of a prompt puts it into the
+    text before and after each image.
 
     Args:
         tokenizer: A tokenizer of transformers; tokenizer_config.json contains the class name of the processor.
+        index: The number of images before it in the prompt.
     """
-    return _MARGINS.get(getattr(tokenizer, "init_kwargs", {}).get("processor_class") or "", "")
+    before, after = _MARGINS.get(getattr(tokenizer, "init_kwargs", {}).get("processor_class") or "", ("", ""))
+    return before.format(index), after
+
+
+def with_margins(text: str, placeholder: str, tokenizer: Any, index: int = 0) -> str:
+    """Returns a text with the margins of the images for which its placeholders stand; see `image_margin`.
+
+    Args:
+        index: The number of images before the text.
+    """
+    found, *runs = text.split(placeholder)
+    for place, run in enumerate(runs, index):
+        before, after = image_margin(tokenizer, place)
+        found += before + placeholder + after + run
+    return found
 
 
 class Replacement(NamedTuple):
@@ -107,7 +123,7 @@ class VisionFamily(ABC):
     def replacement(self, tensors: ImageTensors) -> Replacement:
         """Returns the ids that the family's processor writes for an image, computed from the image's valid tensors.
 
-        They do not include the whitespace around the image; see `image_margin`.
+        They do not include the text around the image; see `image_margin`.
         """
 
     @abstractmethod
