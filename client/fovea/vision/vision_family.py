@@ -17,8 +17,8 @@ TokenCounter = Callable[[int, int], int]
 """A function of (width, height) in pixels that returns the number of ids that replace an image."""
 
 
-_MARGINS = {"Gemma3Processor": ("\n\n", "\n\n"), "MiniCPMV4_6Processor": ("<image_id>{}</image_id>", "")}
-"""Text that a processor writes before and after an image, keyed by the name of the processor's class."""
+_MARGINS = {"Gemma3Processor": "\n\n"}
+"""Whitespace that a processor writes before and after an image, keyed by the name of the processor's class."""
 
 
 def image_margin(tokenizer: Any, index: int = 0) -> tuple[str, str]:
@@ -29,11 +29,14 @@ def image_margin(tokenizer: Any, index: int = 0) -> tuple[str, str]:
     text before and after each image.
 
     Args:
-        tokenizer: A tokenizer of transformers; tokenizer_config.json contains the class name of the processor.
+        tokenizer: A tokenizer of transformers. For Gemma 3, tokenizer_config.json contains the class name of the
+            processor; for MiniCPM-V, it names the tokens around a number.
         index: The number of images before it in the prompt.
     """
-    before, after = _MARGINS.get(getattr(tokenizer, "init_kwargs", {}).get("processor_class") or "", ("", ""))
-    return before.format(index), after
+    if (start := getattr(tokenizer, "image_id_start_token", None)) is not None:
+        return f"{start}{index}{tokenizer.image_id_end_token}", ""
+    margin = _MARGINS.get(getattr(tokenizer, "init_kwargs", {}).get("processor_class") or "", "")
+    return margin, margin
 
 
 def with_margins(text: str, placeholder: str, tokenizer: Any, index: int = 0) -> str:
