@@ -42,7 +42,7 @@ MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in f
 _MAMBA = "packed training has no Mamba 2 layer"
 MISSING_PIECES = {
     "deepseek_ocr2": "vLLM has no DeepseekOcr2ForConditionalGeneration, only the class of the checkpoint's custom code",
-    "ernie4_5_vl_moe": "vLLM's class reads config entries of the checkpoint's custom code, such as embed_dim, not transformers'",
+    "ernie4_5_vl_moe": "vLLM's class reads the configuration of the checkpoint's custom code, not that of transformers",
     "gemma4_unified": "image tokens see later ones in all layers of transformers, in vLLM only in those with a window",
     "gpt_oss": "vLLM's loader loses pushed experts, and its adapters do not fit their interleaved gates",
     "kimi_k25": "vLLM has no adapters for it, and its published weights have 4 bits, which the trainer does not read",
