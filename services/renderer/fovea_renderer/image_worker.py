@@ -175,8 +175,9 @@ class WholeProcessor:
         ids = made[IDS][0].numpy().astype(np.int32)
         start, end = len(self._before), len(ids) - len(self._after)
         if (found := [ids[:start].tolist(), ids[end:].tolist()]) != [self._before, self._after]:
-            name = type(self._processor).__name__
-            raise ValueError(f"{name} writes {found} around an image, must be {[self._before, self._after]}")
+            name, tokenizer = type(self._processor).__name__, self._processor.tokenizer
+            texts = tuple(map(tokenizer.decode, found))
+            raise ValueError(f"{name} writes {texts} around an image, must be {image_margin(tokenizer)}")
         ids = ids[start:end]
         made.to(torch.float32)  # numpy has no bfloat16, in which Llama 4's processor computes
         return {name: made[name].numpy() for name in self._family.declared} | {IDS: ids}
