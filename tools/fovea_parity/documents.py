@@ -116,8 +116,6 @@ class DocumentMaker:
 
     def splice(self, contents: Sequence[Content]) -> Document:
         """Returns the same text as Fovea splices it: it encodes the text between images and replaces each image."""
-        margin = image_margin(self.tokenizer)
-        before, after = self._around[0] + margin, margin + self._around[1]
         ids: list[int] = []
         images: list[PlacedImage] = []
         text = ""
@@ -125,11 +123,12 @@ class DocumentMaker:
             if isinstance(content, str):
                 text += content
                 continue
-            ids += self._encode(text + before)
+            before, after = image_margin(self.tokenizer, len(images))
+            ids += self._encode(text + self._around[0] + before)
             placed = self.place(content, len(ids))
             images.append(placed)
             ids += placed.replacement.ids.tolist()
-            text = after
+            text = after + self._around[1]
         ids += self._encode(text)
         positions = None
         if images and self.family is not None:

@@ -56,12 +56,12 @@ def _image_problem(maker: DocumentMaker, config: Any) -> str:
     processor = MULTIMODAL_REGISTRY.create_processor(config)
     prompts = PromptMaker(config, processor)
     token = maker.tokenizer.convert_tokens_to_ids(maker.processor.image_token)
-    margin = maker.tokenizer.encode(image_margin(maker.tokenizer), add_special_tokens=False)
+    margins = [maker.tokenizer.encode(text, add_special_tokens=False) for text in image_margin(maker.tokenizer)]
     for size in SIZES[:_SIZE_COUNT]:
         placed = maker.place(picture(size, 1), 0)
         items = processor.info.parse_mm_data({"image": [picture(size, 1)]})
         made = processor.apply(ProcessorInputs([token], items), TimingContext())
-        if problem := _difference(placed, made, margin):
+        if problem := _difference(placed, made, *margins):
             return f"{size[0]}x{size[1]}: {problem}"
         ours, own = prompts.item(placed.tensors).get_data(), made["mm_kwargs"]["image"][0].get_data()
         if missing := sorted(set(own) - set(ours)):
@@ -69,14 +69,14 @@ def _image_problem(maker: DocumentMaker, config: Any) -> str:
     return ""
 
 
-def _difference(placed: PlacedImage, made: Any, margin: list[int]) -> str:
+def _difference(placed: PlacedImage, made: Any, before: list[int], after: list[int]) -> str:
     ids, mine = list(made["prompt_token_ids"]), placed.replacement.ids.tolist()
-    if ids != [*margin, *mine, *margin]:
+    if ids != [*before, *mine, *after]:
         return f"vLLM replaces an image by {len(ids)} ids, the renderer by {len(mine)}"
     (place,) = made["mm_placeholders"]["image"]
     is_embedding = np.zeros(len(ids), np.bool_)
     inside = slice(place.offset, place.offset + place.length)
     is_embedding[inside] = True if place.is_embed is None else place.is_embed.numpy()
-    if not np.array_equal(is_embedding, np.pad(placed.replacement.is_embedding, len(margin))):
+    if not np.array_equal(is_embedding, np.pad(placed.replacement.is_embedding, (len(before), len(after)))):
         return "vLLM puts embeddings in other places than the renderer"
     return ""

@@ -15,6 +15,7 @@ from fovea.vision.processor_vl import (
     PooledTilesVL,
     RaggedVL,
     ShuffledTilesVL,
+    SlicedVL,
     TiledVL,
     UnpaddedTilesVL,
 )
@@ -32,6 +33,7 @@ FAMILIES: tuple[type[VisionFamily], ...] = (
     PooledTilesVL,
     PaddedTilesVL,
     PlacedPatchesVL,
+    SlicedVL,
 )
 
 MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in family.model_types))
@@ -40,11 +42,10 @@ MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in f
 _MAMBA = "packed training has no Mamba 2 layer"
 MISSING_PIECES = {
     "deepseek_ocr2": "vLLM has no DeepseekOcr2ForConditionalGeneration, only the class of the checkpoint's custom code",
-    "ernie4_5_vl_moe": "its layers have experts for text and others for images, which router replay does not separate",
+    "ernie4_5_vl_moe": "vLLM's class reads the configuration of the checkpoint's custom code, not that of transformers",
     "gemma4_unified": "image tokens see later ones in all layers of transformers, in vLLM only in those with a window",
     "gpt_oss": "vLLM's loader loses pushed experts, and its adapters do not fit their interleaved gates",
     "kimi_k25": "vLLM has no adapters for it, and its published weights have 4 bits, which the trainer does not read",
-    "minicpmv4_6": "its processor numbers the images of a prompt, so the ids of an image depend on those before it",
     **dict.fromkeys(("nemotron_h", "nemotron_h_omni"), _MAMBA),
     "phi4_multimodal": "vLLM removed Phi4MultimodalForCausalLM in 0.12",
 }

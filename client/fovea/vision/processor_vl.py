@@ -26,6 +26,8 @@ _GREY = 0.5
 
 # LLaVA-OneVision pools the embeddings of its tiles only if they exceed the maximum by this factor.
 _LEAST_SHRINKING = 1.1
+_SLICE_MERGE = 4
+"""The patches on a side of the square that becomes one embedding of MiniCPM-V."""
 # Limit for an image's side in pixels: far more than any image has, and small enough to multiply safely.
 _LONGEST_SIDE = 2**24
 
@@ -290,6 +292,39 @@ class PaddedTilesVL(ProcessorVL):
         side = 2 * self._factor
         mask, shapes = np.ones((1, side * side), np.int32), np.array([[side, side]], np.int64)
         return {"tiles": 1, "patches": side * side}, {"pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+class SlicedVL(ProcessorVL):
+    """The whole image and slices of it, as patches in one long row. Squares of 2 x 2 patches are merged twice."""
+
+    model_types = ("minicpmv4_6",)
+    opener = "</image_id>"
+
+    def patch_count(self, embedding_count: int) -> int:
+        return embedding_count * _SLICE_MERGE**2
+
+    def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
+        # vLLM or transformers ignores each of these.
+        fixed = {"downsample_mode": "16x", "drop_vision_last_layer": False, "merger_times": 1}
+        for entry, value in fixed.items():
+            if config.get(entry, value) != value:
+                raise ValueError(f"{entry} is {config[entry]!r}; Fovea supports only {value!r}")
+        self._side = _first(vision["patch_size"])
+        return {
+            "pixel_values": Declared("float32", (1, int(vision.get("num_channels", 3)), self._side, "columns")),
+            "target_sizes": Declared("int32", ("slices", 2)),
+        }
+
+    def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
+        grids = tensors["target_sizes"].astype(np.int64)
+        if grids.min() < 1 or grids.max() > sizes["columns"] or (grids % _SLICE_MERGE).any():
+            return 0
+        patches = int(grids.prod(axis=1).sum())
+        return patches // _SLICE_MERGE**2 if patches * self._side == sizes["columns"] else 0
+
+    def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
+        side = 2 * _SLICE_MERGE
+        return {"columns": side * side * self._side}, {"target_sizes": np.array([[side, side]], np.int32)}
 
 
 class PlacedPatchesVL(ProcessorVL):

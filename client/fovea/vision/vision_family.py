@@ -21,16 +21,35 @@ _MARGINS = {"Gemma3Processor": "\n\n"}
 """Whitespace that a processor writes before and after an image, keyed by the name of the processor's class."""
 
 
-def image_margin(tokenizer: Any) -> str:
-    """Returns the whitespace that a model's own processor writes on both sides of an image; empty for most models.
+def image_margin(tokenizer: Any, index: int = 0) -> tuple[str, str]:
+    """Returns the text that a model's own processor writes before and after an image; empty for most models.
 
-    The whitespace is text: the tokenizer joins its line feeds with those of the neighbouring text. It is therefore not
-    part of an image's replacement. The writer of a prompt puts it into the text before and after each image.
+    It is not part of an image's replacement, which is the same anywhere in a prompt: the tokenizer joins Gemma 3's line
+    feeds with those of the neighbouring text, and MiniCPM-V numbers the images. The writer of a prompt puts it into the
+    text before and after each image.
 
     Args:
-        tokenizer: A tokenizer of transformers; tokenizer_config.json contains the class name of the processor.
+        tokenizer: A tokenizer of transformers. For Gemma 3, tokenizer_config.json contains the class name of the
+            processor; for MiniCPM-V, it names the tokens around a number.
+        index: The number of images before it in the prompt.
     """
-    return _MARGINS.get(getattr(tokenizer, "init_kwargs", {}).get("processor_class") or "", "")
+    if (start := getattr(tokenizer, "image_id_start_token", None)) is not None:
+        return f"{start}{index}{tokenizer.image_id_end_token}", ""
+    margin = _MARGINS.get(getattr(tokenizer, "init_kwargs", {}).get("processor_class") or "", "")
+    return margin, margin
+
+
+def with_margins(text: str, placeholder: str, tokenizer: Any, index: int = 0) -> str:
+    """Returns a text with the margins of the images for which its placeholders stand; see `image_margin`.
+
+    Args:
+        index: The number of images before the text.
+    """
+    found, *runs = text.split(placeholder)
+    for place, run in enumerate(runs, index):
+        before, after = image_margin(tokenizer, place)
+        found += before + placeholder + after + run
+    return found
 
 
 class Replacement(NamedTuple):
@@ -107,7 +126,7 @@ class VisionFamily(ABC):
     def replacement(self, tensors: ImageTensors) -> Replacement:
         """Returns the ids that the family's processor writes for an image, computed from the image's valid tensors.
 
-        They do not include the whitespace around the image; see `image_margin`.
+        They do not include the text around the image; see `image_margin`.
         """
 
     @abstractmethod

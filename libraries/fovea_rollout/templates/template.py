@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from fovea.vision.vision_family import image_margin
+from fovea.vision.vision_family import with_margins
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environments.environment import THINK_CLOSE, THINK_OPEN, Answer, read_answer
 from fovea_rollout.messages import Message, Picture
@@ -177,22 +177,24 @@ class ChatTemplate:
             if kind == "thinking":
                 # The sampled ids contain the tag, unless the generation prompt does.
                 literal, thinking = without_opening(literal) + self._template.opening, index
-                pieces += [*self._split_pictures(literal), Splice(index, is_stripped=False)]
+                pieces += [*self._split_pictures(literal, pieces.count(None)), Splice(index, is_stripped=False)]
             elif thinking == index:
                 thinking = None
             else:
-                pieces += [*self._split_pictures(literal), Splice(index, is_stripped=turn.is_thinking)]
+                pieces += [
+                    *self._split_pictures(literal, pieces.count(None)),
+                    Splice(index, is_stripped=turn.is_thinking),
+                ]
             literal, is_ended = "", kind == "answer" and turn.is_ended
-        pieces += self._split_pictures(literal)
+        pieces += self._split_pictures(literal, pieces.count(None))
         _refuse_lost_turns(entries, pieces)
         return tuple(pieces)
 
-    def _split_pictures(self, literal: str) -> list[Piece]:
+    def _split_pictures(self, literal: str, index: int) -> list[Piece]:
         placeholder = self._template.placeholder
         runs = [literal]
         if placeholder:
-            margin = image_margin(self._tokenizer)
-            runs = literal.replace(placeholder, margin + placeholder + margin).split(placeholder)
+            runs = with_margins(literal, placeholder, self._tokenizer, index).split(placeholder)
         pieces: list[Piece] = []
         for place, run in enumerate(runs):
             pieces += [None] if place else []

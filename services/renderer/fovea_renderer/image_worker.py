@@ -139,14 +139,16 @@ def open_processor(model_dir: Path) -> ImageProcessor:
 class WholeProcessor:
     """An image processor that runs the checkpoint's processor and its tokenizer on an image token and one image.
 
-    Its ids exclude the whitespace that the processor writes around an image, because that is text: see `image_margin`.
+    Its ids exclude what the processor writes before and after an image, because that is text: see `image_margin`.
     """
 
     def __init__(self, model_dir: Path, family: ProcessorVL) -> None:
         self._processor = AutoProcessor.from_pretrained(model_dir, trust_remote_code=False)
         self._family = family
         tokenizer = self._processor.tokenizer
-        self._margin: list[int] = tokenizer.encode(image_margin(tokenizer), add_special_tokens=False)
+        self._before, self._after = (
+            tokenizer.encode(text, add_special_tokens=False) for text in image_margin(tokenizer)
+        )
         self.settings: dict[str, Any] = json.loads(self._processor.image_processor.to_json_string())
         # The ids of a known image represent the tokenizer in the fingerprint.
         ids = self._run(Image.new("RGB", _PROBE_SIZES[0]))[IDS]
@@ -171,10 +173,12 @@ class WholeProcessor:
         with torch.inference_mode():
             made = self._processor(text=[token], images=[image], return_tensors="pt", add_special_tokens=False)
         ids = made[IDS][0].numpy().astype(np.int32)
-        if count := len(self._margin):
-            if not ids[:count].tolist() == ids[-count:].tolist() == self._margin:
-                raise ValueError(f"{type(self._processor).__name__} does not write {self._margin} around an image")
-            ids = ids[count:-count]
+        start, end = len(self._before), len(ids) - len(self._after)
+        if (found := [ids[:start].tolist(), ids[end:].tolist()]) != [self._before, self._after]:
+            name, tokenizer = type(self._processor).__name__, self._processor.tokenizer
+            texts = tuple(map(tokenizer.decode, found))
+            raise ValueError(f"{name} writes {texts} around an image, must be {image_margin(tokenizer)}")
+        ids = ids[start:end]
         made.to(torch.float32)  # numpy has no bfloat16, in which Llama 4's processor computes
         return {name: made[name].numpy() for name in self._family.declared} | {IDS: ids}
 

@@ -5,6 +5,7 @@ The renderer's ids and tensors equal the processor's; vLLM's log-probabilities e
 
 import asyncio
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,20 @@ async def test_a_family(name: str, request: pytest.FixtureRequest) -> None:
             await check_refusals(served, client, own, [one, " again"])
 
 
+async def test_an_adapter_that_vllm_would_not_apply_is_refused(request: pytest.FixtureRequest) -> None:
+    """vLLM wraps the router in the layer, but its experts call the unwrapped one: such an adapter had no effect."""
+    router = "model.language_model.layers.0.mlp.gate"
+    own = Own(ensure_family(MIXTURE))
+    rows, columns = own._model.get_submodule(router).weight.shape
+    halves = {"lora_A": torch.zeros(4, columns), "lora_B": torch.zeros(rows, 4)}
+    adapter = {f"base_model.model.{router}.{half}.weight": tensor for half, tensor in halves.items()}
+    with sampler_of(MIXTURE, request) as sampler:
+        async with SamplerClient(sampler.address) as client:
+            sender = await Sender(client).join()
+            with pytest.raises(InvalidInput, match=re.escape(f"the engine cannot adapt {router}")):
+                await sender.push("router@1", adapter, 4)
+
+
 @pytest.mark.long
 async def test_adapters_of_a_tower_in_one_step(request: pytest.FixtureRequest) -> None:
     """Images of two adapters and of the base, in one batch, equal transformers' forward with merged weights.
@@ -152,6 +167,10 @@ async def test_adapters_of_a_tower_in_one_step(request: pytest.FixtureRequest) -
             for seed, name in enumerate(owns):
                 if name:
                     await sender.push(name, owns[name].adapt_tower(seed), 4)
+            embedding = "base_model.model.vision_model.patch_embedding.linear.lora_"
+            wrong = {f"{embedding}A.weight": torch.zeros(4, 588), f"{embedding}B.weight": torch.zeros(64, 4)}
+            with pytest.raises(InvalidInput, match=r"cannot adapt vision_model\.patch_embedding\.linear"):
+                await sender.push("wrong@1", wrong, 4)
             rendered = await served.client.render(owns[""].chunks(parts))
             asked = 3 * list(owns)
             answers = await asyncio.gather(

@@ -84,8 +84,8 @@ def test_what_cannot_be_tried_is_said_in_a_line_with_status_2(
 
 
 def test_a_model_that_fovea_does_not_run(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "minicpmv4_6", "vision_config": {}}))
-    with pytest.raises(CannotTry, match=rf"minicpmv4_6.*supported are.*fovea models check {tmp_path}"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_vl_moe", "vision_config": {}}))
+    with pytest.raises(CannotTry, match=rf"ernie4_5_vl_moe.*supported are.*fovea models check {tmp_path}"):
         checkpoint(str(tmp_path))
     with pytest.raises(CannotTry, match=r"config\.json does not exist"):
         checkpoint(str(tmp_path / "nowhere"))

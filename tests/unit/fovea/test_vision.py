@@ -230,6 +230,7 @@ PROCESSED: dict[str, dict[str, Any]] = {
         "vision_config": {"image_size": 8, "patch_size": 8},
     },
     "lfm2_vl": {"image_token_id": IMAGE, "downsample_factor": 2, "vision_config": {"patch_size": 2}},
+    "minicpmv4_6": {"image_token_id": IMAGE, "vision_config": {"patch_size": 2}},
     "gemma4": {
         "image_token_id": IMAGE,
         "boi_token_id": START,
@@ -251,7 +252,8 @@ def test_the_output_of_a_processor_is_checked(model_type: str) -> None:
     tensors = bound.blank_image()
     assert not bound.tensors_problem(tensors)
     assert bound.replacement(tensors).ids.tolist() == [IMAGE] * 4
-    assert bound.patch_count(4) == (4 if model_type.startswith("llava") else 16)
+    merged = {"llava": 1, "llava_next": 1, "llava_onevision": 1, "minicpmv4_6": 16}.get(model_type, 4)
+    assert bound.patch_count(4) == 4 * merged
     assert bound.token_counter({}) is None
     assert bound.positions(4, [ImageAt(0, tensors)]) is None
     pixels = tensors["pixel_values"]
@@ -310,17 +312,27 @@ def test_tiles_without_their_padding_are_counted_as_transformers_does(size: tupl
 
 
 def test_places_and_sizes_are_checked() -> None:
-    gemma4, lfm2_vl = processed("gemma4"), processed("lfm2_vl")
-    placed, padded = gemma4.blank_image(), lfm2_vl.blank_image()
+    gemma4, lfm2_vl, minicpm = processed("gemma4"), processed("lfm2_vl"), processed("minicpmv4_6")
+    placed, padded, sliced = gemma4.blank_image(), lfm2_vl.blank_image(), minicpm.blank_image()
     spoiled = [
         (gemma4, placed | {"image_position_ids": placed["image_position_ids"] + 32}),
         (gemma4, placed | {"image_position_ids": placed["image_position_ids"] - 2}),
         (lfm2_vl, padded | {"spatial_shapes": np.array([[2, 4]])}),
         (lfm2_vl, padded | {"spatial_shapes": np.array([[1, 16]])}),
         (lfm2_vl, padded | {"spatial_shapes": np.array([[-4, -4]])}),
+        *((minicpm, sliced | {"target_sizes": np.array([grid], np.int32)}) for grid in ([8, 4], [2, 32], [-8, -8])),
+        (minicpm, sliced | {"target_sizes": np.array([[2**30, 2**30]], np.int32)}),
     ]
     for bound, tensors in spoiled:
         assert "the tower makes 0 embeddings" in bound.tensors_problem(tensors)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [("downsample_mode", "4x"), ("drop_vision_last_layer", True), ("merger_times", 2)]
+)
+def test_a_minicpm_v_that_vllm_or_transformers_would_compute_otherwise_is_refused(entry: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{entry} is {value!r}; Fovea supports only"):
+        vision.bind({"model_type": "minicpmv4_6", entry: value} | PROCESSED["minicpmv4_6"], {})
 
 
 def test_llava_is_supported_only_with_a_pixtral_tower() -> None:

@@ -404,3 +404,20 @@ def test_line_feeds_around_a_picture_are_those_of_the_models_processor(before: s
     pictures = [Image.new("RGB", (56, 56), (255, 0, 0))] * count
     made = processor(text=[text], images=pictures, return_tensors="np", add_special_tokens=False)
     assert ids == made["input_ids"][0].tolist()
+
+
+def test_pictures_of_all_turns_are_numbered_as_the_models_processor_does() -> None:
+    """MiniCPM-V's processor writes the number of an image before it."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(ensure_family("minicpmv4_6"))
+    template, names = ChatTemplate(processor.tokenizer), processor.tokenizer
+    answer = sampled_ids(names.encode("3<|im_end|>"))
+    chunks = template.render([user("a", RED, RED, "7"), answer, user(RED, "b")])
+    image = names.encode(f"<image>{4 * '<|image_pad|>'}</image>")
+    ids = [token for chunk in chunks for token in (chunk.ids if isinstance(chunk, Tokens) else image)]
+    opened = "<|im_start|>user\n"
+    text = f"{opened}a<|image_pad|><|image_pad|>7<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n{opened}<|image_pad|>b"
+    pictures = [Image.new("RGB", (56, 56), (255, 0, 0))] * 3
+    made = processor(text=[text], images=pictures, return_tensors="np", add_special_tokens=False)["input_ids"][0]
+    assert ids[: len(made)] == made.tolist()

@@ -6,7 +6,7 @@ from fovea_parity import renderer_part, trainer_part
 from tests.families import ensure_family
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "internvl", "llava_onevision"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "internvl", "llava_onevision", "minicpmv4_6"])
 def test_the_renderer_makes_what_the_family_s_processor_makes(name: str) -> None:
     finding = renderer_part.check(ensure_family(name))
     assert finding.works, finding.says

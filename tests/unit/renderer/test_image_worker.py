@@ -93,10 +93,29 @@ def test_the_line_feeds_around_an_image_are_no_part_of_it() -> None:
     assert tokens == ["<start_of_image>", *["<image_soft_token>"] * 16, "<end_of_image>"]
 
 
+def test_the_number_of_an_image_is_no_part_of_it(tmp_path: Path) -> None:
+    """The tokenizer_config.json of the published checkpoint does not name the processor's class."""
+    directory = tmp_path / "model"
+    shutil.copytree(ensure_family("minicpmv4_6"), directory)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"processor_class": None}))
+    tensors = open_processor(directory).tensors(picture(300, 100), anywhere)
+    tokens = AutoTokenizer.from_pretrained(directory).convert_ids_to_tokens(tensors["input_ids"].tolist())
+    assert tokens[0] == "<image>"
+    assert tokens.count("<slice>") == len(tensors["target_sizes"]) - 1 > 0
+    assert not [token for token in tokens if "image_id" in token]
+    file = directory / "processor_config.json"
+    settings = json.loads(file.read_text())
+    settings["image_processor"]["use_image_id"] = False
+    file.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"writes \('<image>.*', ''\) .* must be \('<image_id>0</image_id>', ''\)"):
+        open_processor(directory)
+
+
 def test_a_processor_that_does_not_write_the_line_feeds_of_its_class_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(ensure_family("internvl"), directory)
     file = directory / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"processor_class": "Gemma3Processor"}))
-    with pytest.raises(ValueError, match=r"InternVLProcessor does not write .* around an image"):
+    with pytest.raises(ValueError, match=r"InternVLProcessor writes \('<img>.* around an image, must be"):
         open_processor(directory)

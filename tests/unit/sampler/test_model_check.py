@@ -24,7 +24,7 @@ def test_language_models_and_known_families_are_served(tmp_path: Path) -> None:
     check_model(_write(tmp_path, model_type="qwen3_vl", vision_config={}))
 
 
-@pytest.mark.parametrize("model_type", ["some_vlm", "minicpmv4_6"])
+@pytest.mark.parametrize("model_type", ["some_vlm", "ernie4_5_vl_moe"])
 def test_unknown_vision_models_are_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(ValueError, match=f"'{model_type}' is a vision model.*supported are .*qwen3_vl"):
         check_model(_write(tmp_path, model_type=model_type, vision_config={}))

@@ -23,6 +23,10 @@ TYPED = (
 )
 
 
+_SMALL = f"<image>{4 * '<|image_pad|>'}</image>"
+"""The placeholders of a small picture of MiniCPM-V's tiny model."""
+
+
 @pytest.fixture(scope="module")
 def inner() -> Any:
     """vLLM's own renderer of the tiny model."""
@@ -181,3 +185,21 @@ async def test_line_feeds_around_a_picture_are_those_of_the_models_processor(
     own = processor(text=[text], images=[Image.new("RGB", (56, 56))], return_tensors="np", add_special_tokens=False)
     (place,) = [place for place, token in enumerate(ids) if token == image_id]
     assert [*ids[1:place], *image, *ids[place + 1 :]] == own["input_ids"][0].tolist()  # vLLM adds a <bos>
+
+
+async def test_pictures_are_numbered_as_the_models_processor_does() -> None:
+    directory = ensure_family("minicpmv4_6")
+    renderer, processor = (
+        TextRenderer(renderer_from_config(engine_config(directory))),
+        AutoProcessor.from_pretrained(directory),
+    )
+    await renderer.image_id()
+    turns = [[PICTURE, {"type": "text", "text": "7"}, PICTURE], [{"type": "text", "text": "and"}, PICTURE]]
+    ids = await ids_of(renderer, [{"role": "user", "content": content} for content in turns])
+    own = [[part if part["type"] == "text" else {"type": "image"} for part in content] for content in turns]
+    messages = [{"role": "user", "content": content} for content in own]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    pictures = [Image.new("RGB", (56, 56))] * 3
+    made = processor(text=[text], images=pictures, return_tensors="np", add_special_tokens=False)
+    decoded = processor.tokenizer.decode(made["input_ids"][0])
+    assert renderer.get_tokenizer().decode(ids) == decoded.replace(_SMALL, "<|image_pad|>")

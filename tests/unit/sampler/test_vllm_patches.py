@@ -46,6 +46,7 @@ from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.lfm2 import Lfm2ForCausalLM
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
 from vllm.model_executor.models.mixtral import MixtralForCausalLM, MixtralModel
+from vllm.model_executor.models.mllama4 import Llama4ForConditionalGeneration
 from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
@@ -222,6 +223,25 @@ def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> N
     model.shared_expert.expert_gate = model.shared_expert_gate
     model_classes.apply()
     assert model_manager.get_supported_lora_modules(model) == ["expert_gate", "lm_head", "shared_expert_gate"]
+
+
+def test_the_patch_embedding_of_llama_4_is_not_adapted(one_worker: VllmConfig) -> None:
+    counted = "vllm.model_executor.models.mllama4:Llama4ForConditionalGeneration.get_mm_lora_token_counts"
+    assert "+ 1" in source(counted), "vLLM counts the class token of each tile"
+    model: Any = Llama4ForConditionalGeneration.__new__(Llama4ForConditionalGeneration)
+    torch.nn.Module.__init__(model)
+    model.linear, model.linear_1 = ReplicatedLinear(4, 4), ReplicatedLinear(4, 4)
+    model_classes.apply()
+    assert model_manager.get_supported_lora_modules(model) == ["linear_1", "lm_head"]
+
+
+def test_the_product_of_latent_attention_is_not_adapted(one_worker: VllmConfig) -> None:
+    attention = "vllm.model_executor.layers.attention.mla_attention"
+    assert "W_UK, W_UV = " in source(f"{attention}:MLAAttention.process_weights_after_loading")
+    model = torch.nn.Module()
+    model.kv_b_proj, model.o_proj = ReplicatedLinear(4, 4), ReplicatedLinear(4, 4)
+    model_classes.apply()
+    assert model_manager.get_supported_lora_modules(model) == ["lm_head", "o_proj"]
 
 
 def _runner(takes: bool, weighs_inputs: bool) -> MoERunner:

@@ -131,7 +131,7 @@ def _qwen3_vl_moe(ids: TokenIds) -> Qwen3VLMoeConfig:
     )
 
 
-def _qwen3_5_language(ids: TokenIds) -> dict[str, Any]:
+def qwen3_5_language(ids: TokenIds) -> dict[str, Any]:
     # 9B: 32 layers, every fourth with attention (16 heads of 256 for 4, gated, a quarter of them rotary), the others
     # gated delta nets with 16 heads of 128 for keys and 32 for values; sections [11, 11, 10] of 32 frequencies.
     rotary = rope(1e7, mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25)
@@ -148,12 +148,12 @@ def _qwen3_5_language(ids: TokenIds) -> dict[str, Any]:
 
 
 def _qwen3_5_text(ids: TokenIds) -> Qwen3_5TextConfig:
-    return Qwen3_5TextConfig(**_qwen3_5_language(ids))
+    return Qwen3_5TextConfig(**qwen3_5_language(ids))
 
 
 def _qwen3_5(ids: TokenIds) -> Qwen3_5Config:
     return Qwen3_5Config(
-        text_config=_qwen3_5_language(ids),
+        text_config=qwen3_5_language(ids),
         vision_config=QWEN3_TOWER,
         tie_word_embeddings=False,
         **_qwen_vision_ids(ids),
@@ -165,7 +165,7 @@ def _qwen3_5_moe(ids: TokenIds) -> Qwen3_5MoeConfig:
     # of 512 that all tokens take through a gate.
     shared = {"shared_expert_intermediate_size": EXPERTS["moe_intermediate_size"]}
     return Qwen3_5MoeConfig(
-        text_config=_qwen3_5_language(ids) | EXPERTS | shared,
+        text_config=qwen3_5_language(ids) | EXPERTS | shared,
         vision_config=QWEN3_TOWER,
         tie_word_embeddings=False,
         **_qwen_vision_ids(ids),
@@ -176,7 +176,7 @@ def _qwen3_next(ids: TokenIds) -> Qwen3NextConfig:
     # 80B-A3B: 48 layers in Qwen3.5's pattern, each with 512 experts of 512 channels, of which a token uses 10, and one
     # of 512 that all tokens use through a gate; no sections of positions.
     shared = {"shared_expert_intermediate_size": EXPERTS["moe_intermediate_size"], "norm_topk_prob": True}
-    text = _qwen3_5_language(ids) | {"rope_parameters": rope(1e7, partial_rotary_factor=0.25)}
+    text = qwen3_5_language(ids) | {"rope_parameters": rope(1e7, partial_rotary_factor=0.25)}
     return Qwen3NextConfig(**text | EXPERTS | shared)
 
 

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from fovea_tinyvlm.families.declaration import Family
 from fovea_tinyvlm.families.llama4 import LLAMA4
+from fovea_tinyvlm.families.minicpm import MINICPM
 from fovea_tinyvlm.families.qwen_likes import QWEN_LIKES
 from fovea_tinyvlm.families.qwen_omni import QWEN_OMNI
 from fovea_tinyvlm.families.text_models import TEXT_FAMILIES
@@ -16,7 +17,7 @@ from fovea_tinyvlm.families.tiled import TILED
 from fovea_tinyvlm.families.vocabulary import family_tokenizer
 from fovea_tinyvlm.families.whole_images import WHOLE_IMAGES
 
-_ALL = (*QWEN_LIKES, *QWEN_OMNI, *WHOLE_IMAGES, *TILED, *LLAMA4, *TEXT_FAMILIES)
+_ALL = (*QWEN_LIKES, *QWEN_OMNI, *WHOLE_IMAGES, *TILED, *LLAMA4, MINICPM, *TEXT_FAMILIES)
 FAMILIES = {family.name: family for family in _ALL}
 
 

@@ -22,7 +22,7 @@ from vllm.renderers import ChatParams
 from vllm.sampling_params import SamplingParams
 
 from fovea.api.v1 import sampler_pb2
-from fovea.vision.vision_family import image_margin
+from fovea.vision.vision_family import with_margins
 from fovea.wire import tensors
 from fovea.wire.conventions import is_markup, replace_markup
 from fovea.wire.errors import (
@@ -231,13 +231,11 @@ class TextRenderer:
         return ids
 
     def _with_margins(self, text: str) -> str:
-        """Returns the text with the whitespace that the model's processor writes around images; see `image_margin`."""
-        tokenizer = self._inner.get_tokenizer()
-        margin = image_margin(tokenizer)
-        if self._image_id is None or not margin:
+        """Returns the text with the text that the model's processor writes around images; see `image_margin`."""
+        if self._image_id is None:
             return text
-        placeholder = tokenizer.convert_ids_to_tokens(self._image_id)
-        return text.replace(placeholder, f"{margin}{placeholder}{margin}")
+        tokenizer = self._inner.get_tokenizer()
+        return with_margins(text, tokenizer.convert_ids_to_tokens(self._image_id), tokenizer)
 
     async def guard(self, messages: Any) -> Any:
         """Returns the messages with a mark inside each control token that a message contains, so that it stays text.

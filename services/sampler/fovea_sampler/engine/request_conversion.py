@@ -94,6 +94,8 @@ class PromptMaker:
         mask = features.get("pixel_attention_mask")
         if mask is not None and mask.ndim == 4:  # Idefics 3 adds a leading dimension of 1, which vLLM does not expect
             features.update({name: tensor.squeeze(0) for name, tensor in features.items() if tensor.ndim >= 4})
+        if "target_sizes" in features:
+            features.update(_slices(features.pop("target_sizes"), features["pixel_values"][0]))
         # vLLM's models also need the number of tiles, under one of these names. Hugging Face's processors omit it.
         tile_count = torch.tensor([len(features["pixel_values"])])
         features.update(num_patches=tile_count, image_num_patches=tile_count, patches_per_image=tile_count)
@@ -108,6 +110,19 @@ class PromptMaker:
         # Copies read-only arrays: torch warns about every tensor over memory that is not writable.
         tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _slices(sizes: torch.Tensor, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns vLLM's tensors of an image of MiniCPM-V, in which each slice is a padded row.
+
+    Args:
+        sizes: The patches of each slice, high and wide.
+        pixels: The patches of all slices in one row, [channels, side, columns].
+    """
+    rows = torch.split(pixels, (sizes.prod(-1) * pixels.shape[1]).tolist(), -1)
+    longest = max(row.shape[-1] for row in rows)
+    padded = torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in rows])
+    return {"pixel_values": padded[None], "tgt_sizes": sizes.long()[None], "use_vit_merger": torch.tensor([[True]])}
 
 
 def _place_of(span: ImageSpan) -> PlaceholderRange:

@@ -179,13 +179,17 @@ def _left_out(model: Any, names: Iterable[str]) -> set[str]:
 def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:
     """Returns the modules that support LoRA by vLLM name, without embeddings.
 
-    A packed projection appears under the name of each projection that it packs.
+    A packed projection appears under the name of each projection that it packs. vLLM wraps a module in its parent. If
+    another module holds it too and computes with it, as experts do with their router and latent attention with
+    `kv_b_proj`, the adapter would have no effect, so such modules are left out.
     """
-    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+    from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 
+    parents = (module for module in manager.model.modules() if not isinstance(module, BaseLayerWithLoRA))
+    unwrapped = {child for parent in parents for child in parent.children()}
     adaptable: dict[str, torch.nn.Module] = {}
     for name, module in manager.modules.items():
-        if not isinstance(module, VocabParallelEmbeddingWithLoRA):
+        if not isinstance(module, VocabParallelEmbeddingWithLoRA) and module.base_layer not in unwrapped:
             adaptable |= dict.fromkeys(manager.packed_modules.get(name, [name]), module)
     return adaptable
 

@@ -241,6 +241,8 @@ class Family:
             # `get_image_features` splits its output into images, which makes the host wait for the GPU.
             output = core.visual(tensors["pixel_values"], grid_thw=tensors["image_grid_thw"], return_dict=True)
             return VisionOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
+        if "target_sizes" in tensors:  # MiniCPM-V: the patches of all images are one row
+            tensors = {**tensors, "pixel_values": torch.cat(tensors["pixel_values"].unbind(), -1)[None]}
         taken = signature(core.get_image_features).parameters
         output = core.get_image_features(**{name: tensors[name] for name in tensors if name in taken}, return_dict=True)
         found = output.pooler_output
@@ -362,7 +364,7 @@ _LLAMA4_ROLES = {
 _PLAIN = (
     *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
     *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "llama", "mistral", "mixtral"),
-    *("gemma3_text", "glm4_moe", "deepseek_v3", "llama4_text"),
+    *("gemma3_text", "glm4_moe", "deepseek_v3", "llama4_text", "minicpmv4_6"),
 )
 """Values of `model_type` for which the general rules give everything."""
 

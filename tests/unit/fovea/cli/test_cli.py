@@ -49,7 +49,10 @@ def test_a_model_that_is_not_there_is_named() -> None:
             {"model_type": "qwen2_moe", "num_experts": 60},
             "model_type 'qwen2_moe', which has experts (num_experts), is not",
         ),
-        ({"model_type": "minicpmv4_6", "vision_config": {}}, "'minicpmv4_6' is a vision model that Fovea does not"),
+        (
+            {"model_type": "ernie4_5_vl_moe", "vision_config": {}},
+            "'ernie4_5_vl_moe' is a vision model that Fovea does not",
+        ),
         ({"model_type": "internvl", "vision_config": {}, "text_config": {"num_experts": 128}}, "with experts"),
         ({"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}, "image_token_index": 1}, "clip"),
         ({"model_type": "llama", "auto_map": {"AutoModel": "model.Model"}}, "needs custom code (auto_map in"),

@@ -27,6 +27,7 @@ from transformers import (
     Llama4Config,
     LlamaConfig,
     LlavaOnevisionConfig,
+    MiniCPMV4_6Config,
     Mistral3Config,
     MistralConfig,
     PretrainedConfig,
@@ -124,6 +125,14 @@ def _padded_patches(generator: np.random.Generator, size: int) -> Image:
         "spatial_shapes": np.array([[height, width]]),
     }
     return Image(tensors, [False, *[True] * (1 + size), False])
+
+
+def _slices(generator: np.random.Generator, size: int) -> Image:
+    """Returns the embeddings of an overview of 4 x 8 patches and of slices of 4 x 4, each in a row of its own."""
+    grids = np.array([[4, 8], *[[4, 4]] * size], np.int32)
+    pixels = _pixels(generator, 1, 3, 4, 4 * int(grids.prod(axis=1).sum()))
+    tensors: FeatureTensors = {"pixel_values": pixels, "target_sizes": grids}
+    return Image(tensors, [False, True, True, *[False, True] * size, False])
 
 
 def _placed_patches(generator: np.random.Generator, size: int) -> Image:
@@ -281,6 +290,21 @@ FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], Callable[[np.random.Ge
         ),
         _padded_patches,
     ),
+    "minicpmv4_6": (
+        lambda: MiniCPMV4_6Config(
+            text_config={
+                **{"model_type": "qwen3_5_text", **TEXT, "head_dim": 16, "linear_num_key_heads": 2},
+                **{"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+                **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
+            vision_config={**TOWER, "num_hidden_layers": 3, "image_size": 24, "patch_size": 4},
+            insert_layer_id=1,
+            image_token_id=IMAGE,
+            **TIED,
+        ),
+        _slices,
+    ),
     "idefics3": (lambda: _idefics(Idefics3Config), _masked_tiles),
     "smolvlm": (lambda: _idefics(SmolVLMConfig), _masked_tiles),
 }
@@ -391,6 +415,8 @@ def _side_by_side(name: str, arrays: list[Any]) -> Any:
     if name == "mistral3" and arrays[0].ndim == 4:
         height = max(array.shape[2] for array in arrays)
         arrays = [np.pad(array, [(0, 0), (0, 0), (0, height - array.shape[2]), (0, 0)]) for array in arrays]
+    if name == "minicpmv4_6" and arrays[0].ndim == 4:
+        return np.concatenate(arrays, axis=-1)
     return np.concatenate(arrays, axis=1 if name in ("idefics3", "smolvlm") else 0)
 
 
@@ -468,7 +494,7 @@ def test_adapters_of_the_language_model(name: str) -> None:
         "lfm2_vl": 3 * 3 + 4 + 2 * 2,
         "llama4": 2 * 7 + 1,
     }
-    linears = (odd | {"qwen3_5": 2 * 3 + 5 + 4}).get(name, 2 * 7)
+    linears = (odd | dict.fromkeys(("qwen3_5", "minicpmv4_6"), 2 * 3 + 5 + 4)).get(name, 2 * 7)
     assert len(language) == linears + 1
     injector = LoraInjector(targets)
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)

@@ -9,14 +9,16 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea_trainer.model.lora import LoraSettings
-from fovea_trainer.model.model_family import LoraTarget, Role
+from fovea_trainer.model.model_family import LoraTarget, Role, family_of
 from fovea_trainer.weights import weight_files
 from fovea_trainer.weights.checkpoint_folder import Folder
 from fovea_trainer.weights.training_state import check_upload
+from tests.families import ensure_family
 
 WEIGHTS = "adapter_model.safetensors"
 LAYER = "base_model.model.layers.0"
@@ -148,3 +150,21 @@ def test_an_upload_is_compared_with_a_model_that_does_not_exist(tmp_path: Path) 
         check_upload(lora, targets, str(tmp_path))
     with pytest.raises(NotFound):
         check_upload(lora, targets, str(tmp_path / "gone"))
+
+
+def test_a_module_that_the_trainer_does_not_adapt_is_refused_by_name(tmp_path: Path) -> None:
+    """vLLM computes adapters of the patch embedding of Llama 4's tower wrongly, so the trainer does not adapt it."""
+    model = family_of("llama4").build(AutoConfig.from_pretrained(ensure_family("llama4")), torch.float32)
+    targets = list(family_of("llama4").lora_targets(model))
+    flags = {"train_attention": True, "train_mlp": True, "train_unembedding": True, "train_vision": True}
+    lora = LoraSettings.of(weights_pb2.LoraConfig(rank=4, alpha=8, **flags))
+    tower = "base_model.model.vision_model"
+    for module, is_adapted in (("model.layers.0.mlp.fc1", True), ("patch_embedding.linear", False)):
+        weight = model.get_submodule(f"vision_model.{module}").weight
+        shapes = {"lora_A": [4, weight.shape[1]], "lora_B": [len(weight), 4]}
+        sparse(tmp_path, {f"{tower}.{module}.{half}.weight": shape for half, shape in shapes.items()})
+        if is_adapted:
+            check_upload(lora, targets, str(tmp_path))
+        else:
+            with pytest.raises(InvalidInput, match=rf"{tower}.{module}.lora_A.weight, which the model does not train"):
+                check_upload(lora, targets, str(tmp_path))
