@@ -188,12 +188,18 @@ def _sampler(said: dict[str, Any]) -> list[str]:
     capacity = sampler["capacity"]
     no_push = "none, for adapters only" if said["shared_base"] else "none, full weights arrive in host memory"
     push = _gib(sampler["push_bytes"]) if sampler["push_bytes"] else no_push
-    return [
+    lines = [
         f"sampler ({said['samplers']}), each GPU: weights {_gib(sampler['weights_bytes'])}, KV cache up to "
         f"{_gib(sampler['cache_bytes'])} for {sampler['cache_tokens']:,} tokens, room for pushes: {push}",
         f"  adapters in one batch: {capacity['batched']}, {capacity['slots']} of the largest rank "
         f"({_gib(sampler['slots_bytes'])})",
     ]
+    if (context := sampler["context"] or said["context"]) > sampler["cache_tokens"]:
+        lines.append(
+            f"  vLLM does not start with room for less than one context of {context:,} tokens: set "
+            f"sampler.max_context below {sampler['cache_tokens']:,}"
+        )
+    return lines
 
 
 def _gib(size_bytes: int) -> str:

@@ -83,6 +83,9 @@ def cache_bytes_per_token(config: Any, item_bytes: int, tensor_parallel: int) ->
     found = 0
     for index, kind in enumerate(kinds):
         layer = text.per_layer_config[index]  # in Gemma 4 layers differ in head size
+        if latent := getattr(layer, "kv_lora_rank", None):  # one vector for all heads, on each GPU
+            found += (latent + layer.qk_rope_head_dim) * item_bytes
+            continue
         head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = max(1, layer.num_key_value_heads // tensor_parallel)
         found += 2 * heads * head_size * item_bytes if kind == "full_attention" else 0

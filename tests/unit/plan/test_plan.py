@@ -1,6 +1,7 @@
 """`fovea plan` reports what fits, reads no weights, and refuses with the message of the service that would refuse."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import fovea_tinyvlm
 from benchmarks import family_shapes
@@ -19,6 +21,7 @@ from fovea_sampler.engine.vllm_launch import capacity_for
 from fovea_sampler.settings import SamplerSettings
 from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.settings import TrainerSettings
+from tests import families
 
 GIB = 2**30
 LORA = LoraSettings(32, 32.0, 0, True, True, True, False)
@@ -82,6 +85,30 @@ def test_a_shared_base_is_counted_once(
     assert shared["trainer"]["adapter"]["peak_bytes"] < own["trainer"]["adapter"]["peak_bytes"]
     assert (own["sampler"]["push_bytes"] > 0, shared["sampler"]["push_bytes"]) == (True, 0)
     assert "without --shared-base" in shared["trainer"]["full"]
+
+
+def test_a_cache_for_less_than_one_context_is_reported(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM refuses to start with such a cache."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 65536
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    small = ["--gpus", "2x80", "--set", "sampler.kv_cache_mib=16"]
+    assert plan(monkeypatch, tmp_path, *small, "--json") == 0
+    tokens = json.loads(capsys.readouterr().out)["sampler"]["cache_tokens"]
+    assert plan(monkeypatch, tmp_path, *small) == 0
+    advice = f"one context of 65,536 tokens: set sampler.max_context below {tokens:,}"
+    assert advice in capsys.readouterr().out.splitlines()[-1]
+    assert plan(monkeypatch, tmp_path, *small, "--set", f"sampler.max_context={tokens - 1}") == 0
+    assert "max_context" not in capsys.readouterr().out
+
+
+def test_the_cache_of_latent_attention_has_one_vector_for_all_heads() -> None:
+    config = AutoConfig.from_pretrained(families.ensure_family("deepseek_v3"))
+    wide = config.kv_lora_rank + config.qk_rope_head_dim
+    assert cache_bytes_per_token(config, 2, 4) == 2 * wide * config.num_hidden_layers
 
 
 @pytest.mark.slow
