@@ -190,6 +190,14 @@ class Upkeep:
             logger.error(
                 "nothing can be saved at %s until this problem is fixed: %s", self._components.storage.root, problem
             )
+        if misplaced := await self._components.orphans.misplaced():
+            logger.error(
+                "checkpoints that cannot be loaded because they were saved outside %s: %d, such as %s. Move the state "
+                "folder back to its path at that time, or restore the backup there",
+                self._components.storage.root,
+                len(misplaced),
+                min(misplaced),
+            )
 
     async def _sweep_forever(self) -> None:
         period_s = min(_SWEEP_S, self._settings.session_ttl_s / 4)

@@ -63,6 +63,11 @@ class OrphanCollector:
         self._suspects: set[str] = set()
         self._foreign: set[str] = set()
 
+    async def misplaced(self) -> list[str]:
+        """Returns the folders of checkpoints that do not lie below the root, because the state folder was moved."""
+        root = f"{self._checkpoints.storage.root}/"
+        return [uri for uri in await self._database.read(named_uris) if uri and not uri.startswith(root)]
+
     async def free_models(self, trainer: TrainerLink) -> None:
         """Makes a trainer free ended models and their files. Raises FoveaError if the trainer does not answer.
 

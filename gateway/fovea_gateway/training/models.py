@@ -24,6 +24,8 @@ from fovea_gateway.replicas.replicas import TrainerLink
 
 logger = logging.getLogger(__name__)
 
+_NAMED = 3
+"""The most sessions that an error names."""
 _UPDATE = sa.update(models).where(models.c.model_id == sa.bindparam("key"))
 
 
@@ -214,9 +216,10 @@ class Models:
         limit, most = ("max_models", own) if own else ("max_models_per_owner", self._most_per_owner)
         count = len(held) + self._elsewhere(model.owner)
         if most and count >= most:
+            sessions = ", ".join(sorted({other.session_id for other in held})[:_NAMED])
             raise ResourceExhausted(
-                f"this owner has {count} models in the trainer; {limit} is {most}: "
-                "save the models that you no longer train and end their sessions",
+                f"this owner has {count} models in the trainer; {limit} is {most}: save the models that you no longer "
+                f"train and end their sessions (fovea sessions end ID){': ' if sessions else ''}{sessions}",
                 limit=limit,
             )
 

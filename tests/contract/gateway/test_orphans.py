@@ -1,6 +1,9 @@
 """A gateway frees the objects of an earlier one that was killed or stopped, and no others."""
 
+import asyncio
 from pathlib import Path
+
+import pytest
 
 from fovea.wire.errors import Unavailable
 from tests.contract.gateway.conftest import Stand, running
@@ -154,3 +157,22 @@ async def test_nothing_of_a_session_that_is_over_stays_in_memory(stand: Stand, r
     assert (await rest.forward_backward(model_id, 2)).status_code == 410
     assert gateway.components.models.find(model_id) is None
     await eventually(lambda: rest.session_id not in gateway.components.sessions._sessions)
+
+
+async def test_a_moved_state_folder_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows name their files, so the trainer refuses the checkpoints of a backup that is restored elsewhere."""
+    stand = Stand(tmp_path)
+    stand.trainer = KeepingTrainer(lambda: stand.samplers)
+    async with running(stand, checkpoint_dir=str(tmp_path / "before")), stand.http() as http:
+        rest = Rest(http)
+        await rest.open_session()
+        path = await save(rest, await rest.create_model(), 1, "good")
+        assert path
+        await stand.stop()
+        await stand.start()
+        await asyncio.sleep(0.5)
+        assert "cannot be loaded" not in caplog.text
+        await stand.stop()
+        await stand.start(checkpoint_dir=str(tmp_path / "after"))
+        await eventually(lambda: "cannot be loaded" in caplog.text)
+    assert f"saved outside {tmp_path / 'after'}: 1, such as {tmp_path / 'before'}/" in caplog.text

@@ -397,7 +397,9 @@ async def test_an_owner_has_as_many_models_as_it_may(stand: Stand, alice: Rest, 
     answers = [await alice.ok("create_model", lora_config=lora, **body) for body in bodies]
     results = [await alice.result(answer["request_id"]) for answer in answers]
     assert sorted("model_id" in result for result in results) == [False, False, True, True]
-    assert all("max_models_per_owner" in result["error"] for result in results if "model_id" not in result)
+    refusals = [result["error"] for result in results if "model_id" not in result]
+    advice = f"(fovea sessions end ID): {alice.session_id}"
+    assert all("max_models_per_owner is 2" in one and advice in one for one in refusals)
     await bob.create_model()
     await alice.ok(f"sessions/{alice.session_id}/finish", reason={"type": "success"})
     await alice.open_session()
