@@ -349,7 +349,7 @@ def _add_keys(programs: Any) -> None:
 
 
 def _add_owners(programs: Any) -> None:
-    words = "Manages owners' shares of trainer and samplers, and their limits. A limit of 0 leaves the default."
+    words = "Manages owners' shares of trainer and samplers, and their limits. A limit of 0 means the default."
     owners = programs.add_parser("owners", description=words).add_subparsers(required=True)
     listing = owners.add_parser("list", description="Show all owners with a record or a key.")
     listing.set_defaults(run=_list_owners)

@@ -8,7 +8,7 @@ In virtual time, a request starts where its owner's previous request finished, o
 finishes later by its cost in tokens, divided by the owner's weight. The queue admits the request with the earliest
 start first, and virtual time is the start of the request that was admitted last. Three properties follow. Owners that
 always have waiting requests get tokens in proportion to their weights, regardless of the number and size of their
-requests. An owner that was absent neither saves up a share nor owes one. An owner's first request waits only for a
+requests. An owner that was absent keeps no unused share, and owes none. An owner's first request waits only for a
 slot, not for the requests that others have queued.
 """
 
