@@ -199,8 +199,9 @@ def _without_borders(
     apart = [index for index, nat in enumerate(nats) if nat > MOST_NAT]
     found = router_border.compare(state, training, directory, [prompts[index] for index in apart]) if apart else []
     for index, same in zip(apart, found, strict=True):
-        if same.is_border:
-            figures[f"{way}_without_replay"], figures[f"{way}_gap"] = nats[index], same.gap
+        if same.is_border and same.apart <= MOST_NAT:
+            figures[f"{way}_without_replay"] = max(nats[index], figures.get(f"{way}_without_replay", 0.0))
+            figures[f"{way}_gap"] = same.gap
             said.append(f"{way} {nats[index]:.1e} without router replay, gap {abs(same.gap):.0e}")
             nats[index] = same.apart
     return said
