@@ -18,13 +18,13 @@ API_KEY = "tml-local"
 
 
 class Prompt:
-    """A document in the SDK's form (`input`), and the ids that the model reads (`ids`)."""
+    """A document, its form in the SDK (`input`), and the ids that the model reads (`ids`)."""
 
     def __init__(self, maker: DocumentMaker, contents: Sequence[Content]) -> None:
-        document = maker.splice(contents)
+        self.maker, self.document = maker, maker.splice(contents)
         images = [content for content in contents if isinstance(content, Image.Image)]
-        self.ids: list[int] = document.ids.tolist()
-        self.input = types.ModelInput(chunks=list(_chunks(document, images)))
+        self.ids: list[int] = self.document.ids.tolist()
+        self.input = types.ModelInput(chunks=list(_chunks(self.document, images)))
 
     def datum(self) -> tinker.Datum:
         """Returns a datum that scores every id but the first, at the position before it."""
@@ -64,7 +64,20 @@ def scores(sampling: tinker.SamplingClient, prompt: Prompt) -> npt.NDArray[np.fl
     return np.array(sampling.compute_logprobs(prompt.input).result(300)[1:], np.float64)
 
 
-def trained_scores(training: tinker.TrainingClient, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float64]]:
-    """Returns the same log-probabilities for each prompt, from the trainer."""
-    outputs = training.forward([prompt.datum() for prompt in prompts], "cross_entropy").result(300).loss_fn_outputs
+def trained_scores(
+    training: tinker.TrainingClient,
+    prompts: Sequence[Prompt],
+    experts: Sequence[npt.NDArray[np.int64]] | None = None,
+) -> list[npt.NDArray[np.float64]]:
+    """Returns the same log-probabilities for each prompt, from the trainer.
+
+    Args:
+        training: The model.
+        prompts: The prompts.
+        experts: For each prompt, the experts [N, L, K] that the trainer uses; None if its router chooses them.
+    """
+    data = [prompt.datum() for prompt in prompts]
+    for datum, chosen in zip(data, experts or (), strict=experts is not None):
+        datum.loss_fn_inputs["routed_experts"] = tinker.TensorData.from_numpy(chosen)
+    outputs = training.forward(data, "cross_entropy").result(300).loss_fn_outputs
     return [np.array(list(output["logprobs"].data)[:-1]) for output in outputs]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import tinker
 
-from fovea.runtime.model_files import language_entries, read_json
+from fovea.runtime.model_files import experts_of, language_entries, read_json
 from fovea_demo.up import NotReady, running_fovea
-from fovea_parity import adapter_kinds, refusals
+from fovea_parity import adapter_kinds, refusals, router_border
 from fovea_parity.adapter_kinds import MOST_NAT
 from fovea_parity.documents import DocumentMaker, picture
 from fovea_parity.finding import Finding, last_line, reason
@@ -56,15 +56,16 @@ def check(directory: Path) -> Finding:
         with tempfile.TemporaryDirectory(prefix="fovea-models-") as folder:
             arguments = ("--port", "0", "--grpc-port", "0", "--ranks", "1")
             with running_fovea(Path(folder), directory, *arguments) as state:
-                found = _compared(state, maker, prompts)
+                found = _compared(state, directory, prompts)
                 return _and_kinds(found, state, prompts, adapts_tower) if "LoRA" in found.figures else found
     except NotReady as error:
         lines = [line for line in str(error).splitlines() if "Error" in line]
         return Finding("served", False, f"does not start: {last_line(chr(10).join(lines)) or reason(error)}")
 
 
-def _compared(state: dict[str, Any], maker: DocumentMaker, prompts: list[Prompt]) -> Finding:
+def _compared(state: dict[str, Any], directory: Path, prompts: list[Prompt]) -> Finding:
     figures: dict[str, float] = {}
+    maker, borders = prompts[0].maker, list[str]()
     problems: list[str] = []
     adapts = maker.family is None or maker.family.takes_adapters
     for way, (rank, steps, rate) in _WAYS.items():
@@ -73,7 +74,9 @@ def _compared(state: dict[str, Any], maker: DocumentMaker, prompts: list[Prompt]
         try:
             with _client(state) as service:
                 shape = rank if adapts else 0
-                nats = _differences(service, str(state["model_name"]), prompts, shape, steps, rate)
+                training, nats = _differences(service, str(state["model_name"]), prompts, shape, steps, rate)
+                if experts_of(read_json(directory / "config.json")):
+                    borders += _without_borders(state, training, directory, prompts, way, nats, figures)
         except Exception as error:  # any refusal or failure of a service is the finding
             problems.append(f"{way}: {reason(error)}")
             continue
@@ -92,7 +95,7 @@ def _compared(state: dict[str, Any], maker: DocumentMaker, prompts: list[Prompt]
         problems += _refusal_problems(state, prompts[1], adapts)
         problems += _note_lesson(state, maker, figures, is_full="LoRA" not in figures)
     agreed = [f"{way} {figures[way]:.1e}" for way in _WAYS if figures.get(way, 1.0) <= MOST_NAT]
-    said = [f"sampler = trainer: {', '.join(agreed)} nat"] if agreed else []
+    said = [f"sampler = trainer: {', '.join(agreed)} nat", *borders] if agreed else []
     if not adapts:
         said.append(_refused_adapter(state))
     return Finding("served", not problems, "; ".join([*problems, *said]), figures)
@@ -162,8 +165,8 @@ def _client(state: dict[str, Any]) -> Iterator[tinker.ServiceClient]:
 
 def _differences(
     service: tinker.ServiceClient, model: str, prompts: list[Prompt], rank: int, steps: int, rate: float
-) -> list[float]:
-    """Trains a model, then returns the largest difference between sampler and trainer for each prompt, in nat."""
+) -> tuple[tinker.TrainingClient, list[float]]:
+    """Trains a model, and returns it with the largest difference of sampler and trainer for each prompt, in nat."""
     data = [prompt.datum() for prompt in prompts]
     training = service.create_lora_training_client(base_model=model, rank=rank, seed=1).result(300)
     for _ in range(steps):
@@ -176,7 +179,32 @@ def _differences(
     else:
         sampling = service.create_sampling_client(base_model=model).result(300)
     both = zip(prompts, trained_scores(training, prompts), strict=True)
-    return [float(np.abs(scores(sampling, prompt) - trained).max()) for prompt, trained in both]
+    return training, [float(np.abs(scores(sampling, prompt) - trained).max()) for prompt, trained in both]
+
+
+def _without_borders(
+    state: dict[str, Any],
+    training: tinker.TrainingClient,
+    directory: Path,
+    prompts: list[Prompt],
+    way: str,
+    nats: list[float],
+    figures: dict[str, float],
+) -> list[str]:
+    """Replaces a prompt's difference by that with the sampler's experts, if the router's choice is arbitrary there.
+
+    Adds the original differences to `figures`, and returns a phrase about each.
+    """
+    said = []
+    apart = [index for index, nat in enumerate(nats) if nat > MOST_NAT]
+    found = router_border.compare(state, training, directory, [prompts[index] for index in apart]) if apart else []
+    for index, same in zip(apart, found, strict=True):
+        if same.is_border and same.apart <= MOST_NAT:
+            figures[f"{way}_without_replay"] = max(nats[index], figures.get(f"{way}_without_replay", 0.0))
+            figures[f"{way}_gap"] = same.gap
+            said.append(f"{way} {nats[index]:.1e} without router replay, gap {abs(same.gap):.0e}")
+            nats[index] = same.apart
+    return said
 
 
 def _change(service: tinker.ServiceClient, model: str, maker: DocumentMaker) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BatchFeature
@@ -76,7 +77,9 @@ def _packed(directory: Path, maker: DocumentMaker, documents: list[Document]) ->
     return [part.detach() for part in parts], _gradients(model.hf)
 
 
-def datum_of(maker: DocumentMaker, index: int, document: Document) -> Datum:
+def datum_of(
+    maker: DocumentMaker, index: int, document: Document, experts: npt.NDArray[np.int16] | None = None
+) -> Datum:
     """Returns a document as a datum of the trainer. Each token predicts the next, the last one the first."""
     spans = tuple(
         ImageSpan(
@@ -91,7 +94,7 @@ def datum_of(maker: DocumentMaker, index: int, document: Document) -> Datum:
         patches = sum(maker.family.patch_count(span.embedding_count) for span in spans)
     positions = None if document.positions is None else document.positions.astype(np.int64)
     targets = np.roll(document.ids, -1)[:, None]
-    return Datum(index, document.ids, positions, spans, patches, targets, {}, True)
+    return Datum(index, document.ids, positions, spans, patches, targets, {}, True, experts)
 
 
 def _own(directory: Path, is_vision: bool, cases: list[_Case]) -> tuple[list[Tensor], dict[str, Tensor]]:
