@@ -125,7 +125,7 @@ def _sampled_experts(base_url: str, sampling: tinker.SamplingClient, prompt: Pro
 
 @torch.no_grad()
 def router_scores(directory: Path, prompt: Prompt, experts: npt.NDArray[np.int64]) -> Tensor:
-    """Computes the router's scores [N, L, E] of a prompt whose tokens use these experts [N, L, K]."""
+    """Computes the router's scores [N, L, E] of a prompt with these experts [N, L, K] for its tokens."""
     device = torch.device("cpu")
     settings = TrainerSettings(model=str(directory), device="cpu", dtype="float32", checkpoints=["unused"])
     family, _, model = load_model(settings, directory, device)

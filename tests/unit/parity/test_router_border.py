@@ -1,4 +1,4 @@
-"""A different choice of nearly equal experts is told from a wrong one."""
+"""Parity distinguishes an arbitrary choice between nearly equal experts from a wrong one."""
 
 import numpy as np
 import pytest
