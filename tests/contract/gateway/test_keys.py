@@ -307,6 +307,11 @@ async def test_the_last_key_of_an_administrator_is_not_revoked_silently(stand: S
 
 async def test_a_new_key_is_not_expired(stand: Stand) -> None:
     async with stand.http((await command(stand, "create", "--owner", "root", "--scope", "admin")).strip()) as http:
+
+        async def is_known() -> bool:  # the gateway reads new keys every second
+            return (await http.get("keys")).status_code == 200
+
+        await eventually(is_known)
         past = await http.post("keys", json={"owner": "eve", "expires_at": 1e9})
         misspelt = await http.put("owners/eve", json={"max_model": 3})
     assert past.status_code == misspelt.status_code == 400
