@@ -559,7 +559,11 @@ async def test_unordered_kernels_of_a_gpu_raise_no_alarm(
     stand: RecoveringStand, rest: Rest, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand.trainer.numerics["attention"] = "FlashAttention 4"
-    await stand.kill_trainer()  # The gateway reads the numerics of the new instance.
+    await stand.kill_trainer()
+    assert stand.gateway is not None
+    (link,) = stand.gateway.components.base_models.trainers
+    # A fake trainer is back before the gateway has read its numerics.
+    await eventually(lambda: link.info is not None and link.info.numerics.get("attention") == "FlashAttention 4")
     stand.trainer.is_disk_slow = True
     model_id = await rest.create_model()
     first = await answers(rest, await submit(rest, model_id, 1, 1))
