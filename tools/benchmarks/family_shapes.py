@@ -187,10 +187,7 @@ def build(name: str, directory: Path, device: str, without_bytes: bool = False, 
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     directory.mkdir(parents=True, exist_ok=True)
     if without_bytes:
-        random_checkpoint.write(directory, random_checkpoint.published_tensors(model, family.experts), seed)
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(directory)
-        model.generation_config.save_pretrained(directory)
+        random_checkpoint.write_model(model, directory, family.experts, seed)
     elif family.experts == "one by one":
         model.save_pretrained(directory)
     else:

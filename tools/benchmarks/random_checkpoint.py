@@ -46,6 +46,14 @@ def published_tensors(model: Any, experts: str) -> dict[str, Tensor]:
     return {name: tensor.mT if name.endswith(turned) else tensor for name, tensor in _state(model).items()}
 
 
+def write_model(model: Any, directory: Path, experts: str, seed: int | None) -> None:
+    """Writes the header of a model's weights and its configurations; `experts` as in `fovea_tinyvlm.families`."""
+    write(directory, published_tensors(model, experts), seed)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+
+
 def _state(model: Any) -> dict[str, Tensor]:
     tied = model.all_tied_weights_keys
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

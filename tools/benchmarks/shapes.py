@@ -56,10 +56,7 @@ def build(shape: str, directory: Path, device: str, seed: int | None = None) -> 
     if seed is None:
         model.save_pretrained(directory)
     else:
-        random_checkpoint.write(directory, random_checkpoint.published_tensors(model, "together"), seed)
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(directory)
-        model.generation_config.save_pretrained(directory)
+        random_checkpoint.write_model(model, directory, "together", seed)
     save_processor("qwen3_vl", tokenizer, directory)
 
 

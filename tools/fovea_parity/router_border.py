@@ -105,10 +105,8 @@ def compare(
             api_key=API_KEY,
             progress=False,
         )
-        gaps = [
-            least_gap(router_scores(merged, prompt, chosen), torch.from_numpy(chosen))
-            for prompt, chosen in zip(prompts, experts, strict=True)
-        ]
+        found = router_scores(merged, prompts, experts)
+    gaps = [least_gap(one, torch.from_numpy(chosen)) for one, chosen in zip(found, experts, strict=True)]
     aparts = [float(np.abs(one - other).max()) for one, other in zip(sampled, trained, strict=True)]
     return list(map(SameExperts, aparts, gaps))
 
@@ -124,18 +122,21 @@ def _sampled_experts(base_url: str, sampling: tinker.SamplingClient, prompt: Pro
 
 
 @torch.no_grad()
-def router_scores(directory: Path, prompt: Prompt, experts: npt.NDArray[np.int64]) -> Tensor:
-    """Computes the router's scores [N, L, E] of a prompt with these experts [N, L, K] for its tokens."""
+def router_scores(directory: Path, prompts: Sequence[Prompt], experts: Sequence[npt.NDArray[np.int64]]) -> list[Tensor]:
+    """Computes the router's scores [N, L, E] of each prompt with these experts [N, L, K] for its tokens."""
     device = torch.device("cpu")
     settings = TrainerSettings(model=str(directory), device="cpu", dtype="float32", checkpoints=["unused"])
     family, _, model = load_model(settings, directory, device)
     LoraInjector(family.lora_targets(model.hf))
-    datum = datum_of(prompt.maker, 0, prompt.document, experts.astype(np.int16))
-    images = {tensors_sha256(image.tensors): image.tensors for image in prompt.document.images}
-    batch = BatchLayout(prompt.maker.family, device).pack([datum], images, bool(images), None)
-    with _ScoreRecorder(experts) as recorder:
-        model(batch, None, None)
-    return torch.stack(recorder.scores, 1)
+    found = []
+    for prompt, chosen in zip(prompts, experts, strict=True):
+        datum = datum_of(prompt.maker, 0, prompt.document, chosen.astype(np.int16))
+        images = {tensors_sha256(image.tensors): image.tensors for image in prompt.document.images}
+        batch = BatchLayout(prompt.maker.family, device).pack([datum], images, bool(images), None)
+        with _ScoreRecorder(chosen) as recorder:
+            model(batch, None, None)
+        found.append(torch.stack(recorder.scores, 1))
+    return found
 
 
 class _ScoreRecorder(TorchFunctionMode):

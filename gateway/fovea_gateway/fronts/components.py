@@ -93,12 +93,13 @@ class Components:
         self.owners = Owners(self.database, settings.owner_limits, self.shares.spread if is_shared else None)
         self._weight_of = self.shares.weight if is_shared else self.owners.weight
         self._clock = clock = ExpiryClock()
-        self.audit = AuditLog(self.database, settings.row_room_bytes // 4, clock)
+        row_room = settings.row_room_bytes  # walks the state folder
+        self.audit = AuditLog(self.database, row_room // 4, clock)
         self.paths = ServerPaths([settings.checkpoint_root, str(settings.state_dir.absolute())])
         result_room = ResultRoom(self.database, settings.part_of(settings.max_result_bytes))
         self.activity = Activity()
         self.kept_rows = KeptRows(
-            self.database, settings.row_room_bytes, settings.ended_ttl_s, clock,
+            self.database, row_room, settings.ended_ttl_s, clock,
             lambda model_id: self.checkpoints.forget_model(model_id),
         )  # fmt: skip
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions, self.kept_rows, settings.quiet_s)
@@ -115,7 +116,7 @@ class Components:
             lambda name, uri, lora: self.base_models.check_adapter(name, uri, lora),
         )  # fmt: skip
         self.models = Models(self.database, settings.max_models_per_owner, self.owners, self.shares.models_elsewhere)
-        self.recordings = Recordings(self.database, self.checkpoints, clock, settings.row_room_bytes // 2)
+        self.recordings = Recordings(self.database, self.checkpoints, clock, row_room // 2)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         self.journal = Journal(self.database, self.models, settings.part_of(settings.max_journal_bytes))
         self._suspects = Suspects()

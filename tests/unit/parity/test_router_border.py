@@ -33,14 +33,14 @@ def test_scores_of_a_model_show_one_wrong_expert_at_an_image() -> None:
     maker = DocumentMaker(directory := ensure_family("gemma4_26b"))
     prompt = Prompt(maker, [picture((140, 90), 1), "What is this?"])
     own = np.full((len(prompt.ids), LAYERS, TOP), -1)  # the trainer's router chooses
-    scores = router_scores(directory, prompt, own)
+    (scores,) = router_scores(directory, [prompt], [own])
     assert scores.shape == (len(prompt.ids), LAYERS, 8)
     experts = scores.topk(TOP).indices
-    assert torch.equal(router_scores(directory, prompt, experts.numpy()), scores)
+    assert torch.equal(router_scores(directory, [prompt], [experts.numpy()])[0], scores)
     assert least_gap(scores, experts) >= 0
     worst = scores[20, 3].argmin()
     experts[20, 3, 1] = worst
-    changed = router_scores(directory, prompt, experts.numpy())
+    (changed,) = router_scores(directory, [prompt], [experts.numpy()])
     assert torch.equal(changed[20, :4], scores[20, :4])
     assert not torch.equal(changed[20, 4], scores[20, 4]), "the layers above compute with the given expert"
     assert least_gap(changed, experts) < -100 * MOST_GAP
